@@ -1,0 +1,166 @@
+"""What a model is: sizes, switches and special ids, independent of where it came from."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer that predicts masked tokens. Hashable, so jit-static.
+
+    The core knows no family names: whatever distinguishes families is a field here.
+    """
+
+    vocab_size: int  # rows of the embedding table and columns of the head
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffw_dim: int
+    rope_theta: float
+    norm_eps: float
+    max_positions: int  # longest canvas (prompt and generated tokens) that it was made for
+
+    qk_norm: bool = False  # RMSNorm over head_dim on queries and keys, before RoPE
+    tied_head: bool = False  # the head is the embedding table
+    attention: Literal["block_causal", "bidirectional"] = "block_causal"
+    logit_alignment: Literal["same", "shifted"] = "same"  # logits at p predict p, or p + 1
+    block_length: int = 1  # the block length it was trained with
+
+    mask_id: int = 0
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    bos_id: int | None = None
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of "
+                f"num_kv_heads={self.num_kv_heads}."
+            )
+        ids = {"mask_id": self.mask_id, "pad_id": self.pad_id, "bos_id": self.bos_id}
+        ids |= {f"eos_ids[{i}]": eos for i, eos in enumerate(self.eos_ids)}
+        for name, value in ids.items():
+            if value is not None and not 0 <= value < self.vocab_size:
+                raise ValueError(
+                    f"{name}={value} is outside the vocabulary of {self.vocab_size}."
+                )
+        if self.mask_id == self.pad_id or self.mask_id in self.eos_ids:
+            raise ValueError(
+                f"mask_id={self.mask_id} must differ from pad_id={self.pad_id} "
+                f"and from eos_ids={self.eos_ids}."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_dict` gives the config back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
+        """Rebuilds a config from `to_dict`; raises ValueError for unknown keys."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown model config keys {unknown}.")
+        return cls(**{**values, "eos_ids": tuple(values.get("eos_ids", ()))})
+
+    @classmethod
+    def from_hf(
+        cls,
+        hf: Mapping[str, Any],
+        family: "Family",
+        generation: Mapping[str, Any] | None = None,
+        tokenizer: Mapping[str, Any] | None = None,
+        name: str = "",
+    ) -> "ModelConfig":
+        """Reads a Hugging Face `config.json`.
+
+        Args:
+          hf: the parsed config.json.
+          family: the data of the model's family (`dllm_jax.models.resolve_family`).
+          generation: the parsed generation_config.json, if any.
+          tokenizer: `{"eos_id": .., "pad_id": .., "bos_id": .., "mask_id": ..}` as the
+            tokenizer has them, if known.
+          name: the checkpoint's name; some families tell the block length only there.
+
+        Returns:
+          The config. End-of-sequence ids are the union of all three sources.
+
+        Raises:
+          ValueError: for a missing key, or a value that this library does not implement.
+        """
+        generation, tokenizer = generation or {}, tokenizer or {}
+        for key, allowed in family.supported.items():
+            if key in hf and hf[key] not in allowed:
+                raise ValueError(
+                    f"config.json has {key}={hf[key]!r}; {family.name} checkpoints are "
+                    f"supported with {' or '.join(repr(a) for a in allowed)} only."
+                )
+        values: dict[str, Any] = dict(family.fixed)
+        missing = []
+        for field, keys in family.config_keys.items():
+            found = [hf[key] for key in keys if hf.get(key) is not None]
+            if found:
+                values[field] = found[0]
+            elif field in family.defaults:
+                values[field] = family.defaults[field]
+            else:
+                missing.append(" or ".join(keys))
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}.")
+        if values.get("num_kv_heads") is None:
+            values["num_kv_heads"] = values["num_heads"]
+        if values.get("head_dim") is None:
+            values["head_dim"] = values["embed_dim"] // values["num_heads"]
+        if hf.get(family.block_length_key) is None:
+            suffix = name.rstrip("/").rsplit("-b", 1)[-1]
+            if suffix.isdigit() and int(suffix) > 0:
+                values["block_length"] = int(suffix)
+
+        eos: list[int] = []
+        for source in (generation, hf, {"eos_token_id": tokenizer.get("eos_id")}):
+            stop = source.get("eos_token_id")
+            eos += stop if isinstance(stop, list) else [] if stop is None else [stop]
+        values["eos_ids"] = tuple(dict.fromkeys([*eos, *family.extra_eos_ids(values)]))
+        for field in ("pad_id", "bos_id"):
+            key = field.replace("_id", "_token_id")
+            for source in (hf.get(key), generation.get(key), tokenizer.get(field)):
+                if source is not None and field not in values:
+                    values[field] = source
+        values["rope_theta"] = float(values["rope_theta"])
+        values["norm_eps"] = float(values["norm_eps"])
+        told = tokenizer.get("mask_id")
+        if told is not None and told != values["mask_id"]:
+            raise ValueError(
+                f"the mask id is {values['mask_id']} by config.json or family but "
+                f"{told} by the tokenizer."
+            )
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model family as data: how its checkpoints spell what the core implements.
+
+    A source tensor is transposed unless its name is in `untransposed` or it is a vector:
+    published matrices are [out, in], ours [in, out].
+    """
+
+    name: str
+    architectures: tuple[str, ...]  # as in config.json
+    model_types: tuple[str, ...]  # as in config.json
+    config_keys: Mapping[str, tuple[str, ...]]  # our field -> their keys, first found wins
+    defaults: Mapping[str, Any]  # our field -> value where the checkpoint is silent
+    fixed: Mapping[str, Any]  # our field -> value that every member of the family has
+    supported: Mapping[str, tuple[Any, ...]]  # their key -> values that we implement
+    tensors: Mapping[str, str]  # our leaf ("layers.q") -> their name, `{layer}` in it
+    untransposed: tuple[str, ...] = ("embed",)
+    block_length_key: str = "block_size"
+    eos_token_ids: tuple[int, ...] = ()  # stop ids that no published file lists
+    presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def extra_eos_ids(self, values: Mapping[str, Any]) -> tuple[int, ...]:
+        """The family's own stop ids that exist in a vocabulary of this size."""
+        return tuple(i for i in self.eos_token_ids if i < values["vocab_size"])

@@ -1,0 +1,49 @@
+"""Autoregression: block diffusion with blocks of one token.
+
+The same model, one token a forward: the baseline of every table.
+"""
+
+from flax import struct
+
+from dllm_jax.config import ModelConfig
+from dllm_jax.decoding import block
+from dllm_jax.decoding.base import Decoder, register, setting
+
+
+@struct.dataclass
+class ARSettings:
+    """Settings of the `ar` decoder."""
+
+    temperature: float = setting(
+        0.0, "0 is greedy, otherwise logits are divided by it", traced=True
+    )
+    top_k: int = setting(0, "sample among the k most probable; 0 is off", traced=True)
+    top_p: float = setting(
+        1.0, "sample among the most probable that sum to p; 1 is off", traced=True
+    )
+    fold: bool = setting(True, "store a token in the next token's forward (exact)")
+
+
+def resolve(settings: ARSettings, config: ModelConfig) -> block.BlockSettings:
+    """The block settings that make it autoregression; raises ValueError."""
+    as_block = block.BlockSettings(
+        block_length=1,
+        remasking_strategy="sequential",
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        fold=settings.fold,
+    )
+    return block.resolve(as_block, config)
+
+
+register(
+    Decoder(
+        name="ar",
+        summary="one token a forward: blocks of length 1",
+        settings=ARSettings,
+        resolve=resolve,
+        init=block.init,
+        step=block.step,
+    )
+)

@@ -1,0 +1,48 @@
+"""The one loop that drives every decoder."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.decoding.base import DecodeState
+
+StepFn = Callable[[DecodeState], DecodeState]
+
+
+def run(step: StepFn, state: DecodeState, pause: jax.Array) -> DecodeState:
+    """Steps until every row is done, on the device.
+
+    Every step of a decoder unmasks a slot or stores a block in each row that is not
+    done, so twice the canvas bounds the number of steps; the loop counts them too, so
+    that it ends whatever a decoder does.
+
+    Args:
+      step: one forward of the batch.
+      state: where to begin.
+      pause: bool scalar; True returns as soon as a row has finished a block (streaming).
+
+    Returns:
+      The final state, or the state at the pause.
+    """
+    start = state.cursor
+    most_steps = 2 * state.canvas.shape[1]
+
+    def going(carry):
+        count, state = carry
+        moved = jnp.any((state.cursor > start) | state.done)
+        return jnp.any(~state.done) & (count < most_steps) & ~(pause & moved)
+
+    def body(carry):
+        count, state = carry
+        return count + 1, step(state)
+
+    return jax.lax.while_loop(going, body, (jnp.int32(0), state))[1]
+
+
+def run_in_python(step: StepFn, state: DecodeState) -> list[DecodeState]:
+    """The same loop in Python, with every state: for debuggers and tests."""
+    states = [state]
+    while not bool(jnp.all(states[-1].done)):
+        states.append(step(states[-1]))
+    return states

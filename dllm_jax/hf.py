@@ -1,0 +1,381 @@
+"""Hugging Face checkpoints on disk: strict reading, tensor by tensor, and writing.
+
+No torch, and none of the checkpoint's own Python code: families are data
+(`dllm_jax.models`), tensors come from safetensors.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from dllm_jax.config import Family, ModelConfig
+from dllm_jax.models import FAMILIES, resolve_family
+from dllm_jax.params import Params, leaf_paths
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_LFS_MARK = b"version https://git-lfs"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, with everything that is wrong with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a checkpoint, by its safetensors header."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What one source tensor is in our tree."""
+
+    leaf: str  # dotted path, such as `layers.q`
+    layer: int | None  # index into a stacked leaf
+    shape: tuple[int, ...]  # as published
+    transpose: bool
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises CheckpointError with the path if it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object.")
+    return value
+
+
+def _read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, checked against the file's size."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8 + 64)
+        if start.startswith(_LFS_MARK):
+            raise CheckpointError(
+                f"{path.name} is a Git LFS pointer, not the weights: run `git lfs pull`."
+            )
+        if size < 8:
+            raise CheckpointError(f"{path.name} is truncated: {size} bytes.")
+        header_size = int.from_bytes(start[:8], "little")
+        if header_size > 100_000_000 or not start[8:9] == b"{":
+            raise CheckpointError(f"{path.name} is not a safetensors file.")
+        if size < 8 + header_size:
+            raise CheckpointError(
+                f"{path.name} is truncated inside its header: download it again."
+            )
+        file.seek(8)
+        raw = file.read(header_size)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        tensors = {}
+        for name, entry in header.items():
+            if entry["dtype"] not in _DTYPES:
+                raise CheckpointError(
+                    f"{path.name} stores {name} as {entry['dtype']}; supported are "
+                    f"{', '.join(_DTYPES)}."
+                )
+            dtype = _DTYPES[entry["dtype"]]
+            tensors[name] = Tensor(path, tuple(entry["shape"]), dtype)
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{path.name} has a broken safetensors header: {error!r}."
+        ) from None
+    expected = 8 + header_size + end
+    if size < expected:
+        raise CheckpointError(
+            f"{path.name} is truncated: {size:,} of {expected:,} bytes; download it again."
+        )
+    return tensors
+
+
+def _shard_names(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The weight files of a checkpoint, and the index's map of tensors, if any."""
+    index_path = directory / "model.safetensors.index.json"
+    if index_path.exists():
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index_path} has no weight_map.")
+        escaping = [n for n in weight_map.values() if Path(str(n)).name != n]
+        if escaping:
+            raise CheckpointError(f"{index_path} names a file outside: {escaping[0]!r}.")
+        return sorted(set(weight_map.values())), weight_map
+    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    if "model.safetensors" in names:
+        return ["model.safetensors"], None
+    if not names:
+        others = sorted(p.name for p in directory.glob("*.bin"))
+        hint = f" (it has {others[0]}: only safetensors are read)" if others else ""
+        raise CheckpointError(f"{directory} has no *.safetensors file{hint}.")
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{directory} has {len(names)} safetensors files but no "
+            "model.safetensors.index.json: download it as well."
+        )
+    return names, None
+
+
+def _summary(names: list[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _special_id(value: Any, vocabulary: Mapping[str, int]) -> int | None:
+    token = value.get("content") if isinstance(value, dict) else value
+    return vocabulary.get(token) if isinstance(token, str) else None
+
+
+def _tokenizer_ids(directory: Path) -> dict[str, int | None]:
+    """Special ids by the tokenizer's own files, without loading the tokenizer."""
+    config_path = directory / "tokenizer_config.json"
+    if not config_path.exists():
+        return {}
+    config = read_json(config_path)
+    vocabulary: dict[str, int] = {}
+    for key, entry in (config.get("added_tokens_decoder") or {}).items():
+        if isinstance(entry, dict) and str(key).isdigit():
+            vocabulary[entry.get("content")] = int(key)
+    tokenizer_path = directory / "tokenizer.json"
+    if tokenizer_path.exists():
+        added = read_json(tokenizer_path).get("added_tokens") or []
+        vocabulary |= {e["content"]: e["id"] for e in added if isinstance(e, dict)}
+    names = {
+        "eos_id": "eos_token",
+        "pad_id": "pad_token",
+        "bos_id": "bos_token",
+        "mask_id": "mask_token",
+    }
+    return {ours: _special_id(config.get(key), vocabulary) for ours, key in names.items()}
+
+
+class HFCheckpoint:
+    """A checkpoint directory whose headers agree with its index and its config."""
+
+    def __init__(self, directory: Path, family: str | None = None):
+        """Opens a directory and reads headers only.
+
+        Args:
+          directory: holds config.json and safetensors.
+          family: overrides what config.json says of the architecture.
+
+        Raises:
+          CheckpointError: everything that is wrong, in one message.
+        """
+        self.directory = directory
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory} is not a directory.")
+        hf_config = read_json(directory / "config.json")
+        generation_path = directory / "generation_config.json"
+        generation = read_json(generation_path) if generation_path.exists() else {}
+        try:
+            self.family: Family = (
+                resolve_family(hf_config) if family is None else FAMILIES[family]
+            )
+            self.config = ModelConfig.from_hf(
+                hf_config,
+                self.family,
+                generation,
+                _tokenizer_ids(directory),
+                name=str(hf_config.get("_name_or_path") or directory.resolve().name),
+            )
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{directory}: {error}") from None
+        self.tensors = self._read_headers()
+        self.sources = source_tensors(self.config, self.family)
+        self._check()
+
+    def _read_headers(self) -> dict[str, Tensor]:
+        names, weight_map = _shard_names(self.directory)
+        absent = [name for name in names if not (self.directory / name).is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{self.directory} lacks {len(absent)} of {len(names)} weight files that "
+                f"its index names: {_summary(absent)}. Was the download interrupted?"
+            )
+        tensors: dict[str, Tensor] = {}
+        problems, duplicates, stale = [], [], []
+        for name in names:
+            try:
+                header = _read_header(self.directory / name)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            duplicates += sorted(set(header) & set(tensors))
+            tensors |= header
+            if weight_map is not None:
+                promised = {t for t, f in weight_map.items() if f == name}
+                stale += sorted(promised ^ set(header))
+        if problems:
+            raise CheckpointError(f"{self.directory}: {' '.join(problems)}")
+        if duplicates:
+            raise CheckpointError(
+                f"{self.directory} stores tensors twice: {_summary(duplicates)}."
+            )
+        if stale:
+            raise CheckpointError(
+                f"the index of {self.directory} disagrees with its files about "
+                f"{_summary(sorted(set(stale)))}: download both again."
+            )
+        return tensors
+
+    def _check(self) -> None:
+        """Both directions: all that is missing, unexpected or of a wrong shape."""
+        expected = dict(self.sources)
+        problems = []
+        if self.config.tied_head:
+            head, table = self.family.tensors["head"], self.family.tensors["embed"]
+            if head in self.tensors and table in self.tensors:
+                if not np.array_equal(
+                    self.read(head).view(np.uint8), self.read(table).view(np.uint8)
+                ):
+                    problems.append(
+                        f"the config ties the head to the embedding, but {head} differs "
+                        f"from {table}"
+                    )
+                expected[head] = expected[table]
+        missing = sorted(set(expected) - set(self.tensors))
+        unexpected = sorted(set(self.tensors) - set(expected))
+        shapes = [
+            f"{name} is {list(tensor.shape)}, not {list(expected[name].shape)}"
+            for name, tensor in sorted(self.tensors.items())
+            if name in expected and tensor.shape != expected[name].shape
+        ]
+        if missing:
+            problems.append(f"missing tensors: {', '.join(missing)}")
+        if unexpected:
+            problems.append(f"unexpected tensors: {', '.join(unexpected)}")
+        if shapes:
+            problems.append(f"wrong shapes: {'; '.join(shapes)}")
+        if problems:
+            raise CheckpointError(
+                f"{self.directory} is no {self.family.name} checkpoint as its config "
+                f"describes it: {'. '.join(problems)}."
+            )
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in which the embedding table is stored."""
+        return self.tensors[self.family.tensors["embed"]].dtype
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as published."""
+        with safe_open(self.tensors[name].file, framework="numpy") as file:
+            return file.get_tensor(name)
+
+    def read_leaf(self, leaf: str, dtype: np.dtype) -> np.ndarray:
+        """One leaf of our tree, stacked and transposed, in `dtype`.
+
+        Only one source tensor is held besides the leaf.
+
+        Raises:
+          CheckpointError: if a value is not finite, before or after the cast.
+        """
+        info = leaf_paths(self.config)[leaf]
+        out = np.empty(info.shape, dtype)
+        for name, source in self.sources.items():
+            if source.leaf != leaf:
+                continue
+            value = self.read(name)
+            value = value.T if source.transpose else value
+            target = out if source.layer is None else out[source.layer]
+            with np.errstate(over="ignore"):
+                target[...] = value.astype(dtype)
+            bad = target.size - int(np.isfinite(target).sum())
+            if bad:
+                own = value.size - int(np.isfinite(value).sum())
+                cause = (
+                    f"has {own} values that are not finite"
+                    if own
+                    else f"overflows {dtype} at {bad} values: choose another --dtype"
+                )
+                raise CheckpointError(f"{name} {cause}.")
+        return out
+
+
+def source_tensors(config: ModelConfig, family: Family) -> dict[str, Source]:
+    """Every tensor of a published checkpoint of this config, by name."""
+    sources: dict[str, Source] = {}
+    for leaf, info in leaf_paths(config).items():
+        pattern = family.tensors[leaf]
+        stacked = leaf.startswith("layers.")
+        shape = info.shape[1:] if stacked else info.shape
+        transpose = len(shape) == 2 and leaf not in family.untransposed
+        published = shape[::-1] if transpose else shape
+        for layer in range(config.num_layers) if stacked else (None,):
+            name = pattern.format(layer=layer)
+            sources[name] = Source(leaf, layer, published, transpose)
+    return sources
+
+
+def hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """A config.json from which `ModelConfig.from_hf` gives `config` back."""
+    values = {keys[0]: getattr(config, ours) for ours, keys in family.config_keys.items()}
+    for key, allowed in family.supported.items():
+        values[key] = allowed[0]
+    return {
+        "architectures": [family.architectures[0]],
+        "model_type": family.model_types[0],
+        **values,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids),
+        "pad_token_id": config.pad_id,
+    }
+
+
+def export_hf(
+    params: Params,
+    config: ModelConfig,
+    family: str,
+    directory: Path,
+    dtype: Any = ml_dtypes.bfloat16,
+) -> None:
+    """Writes config.json and model.safetensors as the family publishes them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    leaves: dict[str, Any] = {}
+    for path in leaf_paths(config):
+        value: Any = params
+        for name in path.split("."):
+            value = getattr(value, name)
+        leaves[path] = value
+    tensors = {}
+    for name, source in source_tensors(config, FAMILIES[family]).items():
+        value = leaves[source.leaf]
+        value = np.asarray(value if source.layer is None else value[source.layer])
+        value = value.T if source.transpose else value
+        tensors[name] = np.ascontiguousarray(value.astype(dtype))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(hf_config(config, FAMILIES[family]), indent=2)
+    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def count_bytes(config: ModelConfig, dtype: np.dtype) -> int:
+    """Bytes of all parameters in `dtype`."""
+    return sum(
+        math.prod(info.shape) * np.dtype(dtype).itemsize
+        for info in leaf_paths(config).values()
+    )

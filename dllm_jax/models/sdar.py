@@ -1,0 +1,69 @@
+"""SDAR dense, 1.7B to 8B, every block size: the Qwen3 network with block-causal attention.
+
+Facts: published configuration and model code (specs, SDAR section 1). Checkpoints on the
+hub carry neither block size nor mask id; the block size is in the name's suffix, if any.
+"""
+
+from dllm_jax.config import Family
+
+FAMILY = Family(
+    name="sdar",
+    architectures=("SDARForCausalLM",),
+    model_types=("sdar",),
+    config_keys={
+        "vocab_size": ("vocab_size",),
+        "num_layers": ("num_hidden_layers",),
+        "embed_dim": ("hidden_size",),
+        "num_heads": ("num_attention_heads",),
+        "num_kv_heads": ("num_key_value_heads",),
+        "head_dim": ("head_dim",),
+        "ffw_dim": ("intermediate_size",),
+        "rope_theta": ("rope_theta",),
+        "norm_eps": ("rms_norm_eps",),
+        "max_positions": ("max_position_embeddings",),
+        "tied_head": ("tie_word_embeddings",),
+        "block_length": ("block_size",),
+        "mask_id": ("mask_token_id",),
+    },
+    defaults={
+        "num_kv_heads": None,
+        "head_dim": 128,
+        "tied_head": False,
+        "block_length": 4,
+        "mask_id": 151669,
+    },
+    fixed={"qk_norm": True, "attention": "block_causal", "logit_alignment": "same"},
+    supported={
+        "attention_bias": (False,),
+        "hidden_act": ("silu",),
+        "rope_scaling": (None,),
+        "use_sliding_window": (False,),
+    },
+    tensors={
+        "embed": "model.embed_tokens.weight",
+        "layers.attn_norm": "model.layers.{layer}.input_layernorm.weight",
+        "layers.q": "model.layers.{layer}.self_attn.q_proj.weight",
+        "layers.k": "model.layers.{layer}.self_attn.k_proj.weight",
+        "layers.v": "model.layers.{layer}.self_attn.v_proj.weight",
+        "layers.o": "model.layers.{layer}.self_attn.o_proj.weight",
+        "layers.q_norm": "model.layers.{layer}.self_attn.q_norm.weight",
+        "layers.k_norm": "model.layers.{layer}.self_attn.k_norm.weight",
+        "layers.mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+        "layers.gate": "model.layers.{layer}.mlp.gate_proj.weight",
+        "layers.up": "model.layers.{layer}.mlp.up_proj.weight",
+        "layers.down": "model.layers.{layer}.mlp.down_proj.weight",
+        "final_norm": "model.norm.weight",
+        "head": "lm_head.weight",
+    },
+    presets={
+        "sdar-static": {
+            "decoder": "block",
+            "remasking_strategy": "low_confidence_static",
+        },
+        "sdar-dynamic": {
+            "decoder": "block",
+            "remasking_strategy": "low_confidence_dynamic",
+            "threshold": 0.9,
+        },
+    },
+)

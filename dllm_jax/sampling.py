@@ -1,0 +1,93 @@
+"""Proposals: which token a masked slot would take, and how sure the model is of it.
+
+Everything here is float32, and ties go to the lowest index.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Proposal(NamedTuple):
+    """What the model proposes for each slot."""
+
+    token: jax.Array  # int32 [B, T]
+    confidence: jax.Array  # float32 [B, T] probability of `token`
+    entropy: jax.Array  # float32 [B, T] of the whole distribution, nats
+
+
+class SamplingKnobs(NamedTuple):
+    """Traced sampling values, so that a sweep does not recompile."""
+
+    temperature: jax.Array  # float32 scalar, > 0 where anything is sampled
+    top_k: jax.Array  # int32 scalar, 0 = off
+    top_p: jax.Array  # float32 scalar, 1 = off
+
+
+def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Sets to -inf what top-k, then top-p, exclude (the order of the published scripts).
+
+    Args:
+      logits: `[..., V]`, already divided by the temperature.
+      top_k: int32 scalar; logits tied with the k-th are kept; 0 keeps all.
+      top_p: float32 scalar; a token is kept while the probability of those before it is
+        at most `top_p`, so the most probable one always is.
+    """
+    vocab_size = logits.shape[-1]
+    ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    count = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
+    kth = jnp.take(ordered, count - 1, axis=-1)[..., None]
+    logits = jnp.where(logits < kth, -jnp.inf, logits)
+    ordered = jnp.where(ordered < kth, -jnp.inf, ordered)
+    probability = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    kept = before <= top_p
+    lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where((logits < lowest) & (top_p < 1.0), -jnp.inf, logits)
+
+
+def propose(
+    logits: jax.Array,
+    mask_id: int,
+    rng_keys: jax.Array | None = None,
+    knobs: SamplingKnobs | None = None,
+    filtered: bool = False,
+) -> Proposal:
+    """Proposes a token for every slot; never the mask token.
+
+    Greedy without keys, sampled with them. The confidence is the token's probability
+    under softmax(logits / temperature) before top-k and top-p: after them `top_k=1` would
+    make every token certain. The mask token cannot be proposed, but keeps its share of
+    the probability, as in the published code.
+
+    Args:
+      logits: float32 `[B, T, V]`.
+      mask_id: static.
+      rng_keys: None, or keys `[B]`, one a row and consumed; row i depends on key i alone.
+      knobs: temperature, top-k and top-p; needed with keys.
+      filtered: static; whether top-k or top-p is on (they cost a sort of the vocabulary).
+
+    Returns:
+      The proposals.
+    """
+    sampled = rng_keys is not None
+    if sampled:
+        logits = logits / knobs.temperature
+    log_normaliser = jax.nn.logsumexp(logits, axis=-1)
+    is_mask = jnp.arange(logits.shape[-1], dtype=jnp.int32) == mask_id
+    allowed = jnp.where(is_mask, -jnp.inf, logits)
+    if sampled:
+        choice = filter_logits(allowed, knobs.top_k, knobs.top_p) if filtered else allowed
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(
+            rng_keys
+        )
+        token = jnp.argmax(choice + noise, axis=-1).astype(jnp.int32)
+    else:
+        token = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+    log_probability = logits - log_normaliser[..., None]
+    # xlogx: a logit of -inf has probability 0 and adds nothing.
+    share = jnp.exp(log_probability)
+    entropy = -jnp.sum(jnp.where(share > 0.0, share * log_probability, 0.0), axis=-1)
+    return Proposal(token, jnp.exp(chosen - log_normaliser), entropy)

@@ -1,0 +1,1 @@
+"""Training of small diffusion language models, such as the demo models."""

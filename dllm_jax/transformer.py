@@ -1,0 +1,91 @@
+"""The one transformer: pure functions of parameters, tokens, fields and cache."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.attention import attend
+from dllm_jax.cache import KVCache
+from dllm_jax.config import ModelConfig
+from dllm_jax.layers import apply_rope, rms_norm, rope_tables, swiglu
+from dllm_jax.params import LayerParams, Params
+from kernels_pallas import TokenFields
+
+
+class ForwardOutput(NamedTuple):
+    """What a forward pass leaves behind."""
+
+    hidden: jax.Array  # [B, T, D] after the final norm, the input of `logits`
+    k: jax.Array  # [L, B, K, T, H] roped keys of the fresh tokens
+    v: jax.Array  # [L, B, K, T, H] values of the fresh tokens
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    fields: TokenFields,
+    cache: KVCache | None = None,
+) -> ForwardOutput:
+    """Runs fresh tokens through the model; the cache is only read.
+
+    Args:
+      params: the weights.
+      config: static.
+      tokens: int32 `[B, T]`, ids below `config.vocab_size`.
+      fields: `[B, T]` each, which decide positions and who sees whom.
+      cache: the committed prefix of every row, or None.
+
+    Returns:
+      Hidden states, and the fresh keys and values, which `cache.append` can keep.
+    """
+    chex.assert_rank(tokens, 2)
+    chex.assert_equal_shape([tokens, *fields])
+    batch, num_tokens = tokens.shape
+    cos, sin = rope_tables(fields.position, config.head_dim, config.rope_theta)
+
+    def heads(x, weight, norm):  # [B, T, D] -> [B, T, heads, H]
+        x = (x @ weight).reshape(batch, num_tokens, -1, config.head_dim)
+        return x if norm is None else rms_norm(x, norm, config.norm_eps)
+
+    def layer_step(x, xs: tuple[LayerParams, jax.Array]):
+        layer, index = xs
+        with jax.named_scope("attention"):
+            y = rms_norm(x, layer.attn_norm, config.norm_eps)
+            q = apply_rope(heads(y, layer.q, layer.q_norm), cos, sin)
+            k = apply_rope(heads(y, layer.k, layer.k_norm), cos, sin).swapaxes(1, 2)
+            v = heads(y, layer.v, None).swapaxes(1, 2)
+            out = attend(q, k, v, fields, cache, index)
+            x = x + out.reshape(batch, num_tokens, -1) @ layer.o
+        with jax.named_scope("mlp"):
+            y = rms_norm(x, layer.mlp_norm, config.norm_eps)
+            x = x + swiglu(y, layer.gate, layer.up, layer.down)
+        return x, (k, v)
+
+    with jax.named_scope("embed"):
+        x = params.embed[tokens]
+    index = jnp.arange(config.num_layers, dtype=jnp.int32)
+    x, (k, v) = jax.lax.scan(layer_step, x, (params.layers, index))
+    hidden = rms_norm(x, params.final_norm, config.norm_eps)
+    return ForwardOutput(hidden, k, v)
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """Float32 logits `[..., V]` of hidden states `[..., D]`.
+
+    Only ask for slots that can be unmasked: at a vocabulary of 152k this is the largest
+    array of a forward pass.
+    """
+    with jax.named_scope("logits"):
+        if params.head is None:
+            return jnp.einsum(
+                "...d,vd->...v",
+                hidden,
+                params.embed,
+                preferred_element_type=jnp.float32,
+            )
+        return jnp.einsum(
+            "...d,dv->...v", hidden, params.head, preferred_element_type=jnp.float32
+        )

@@ -1,0 +1,27 @@
+"""Settings of the whole suite: CPU, strict numerics, and where golden cases lie."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--golden-dir",
+        type=Path,
+        default=Path(__file__).parent / "golden",
+        help="folder of golden cases, one subfolder a family",
+    )
+
+
+@pytest.fixture(scope="session")
+def golden_dir(request) -> Path:
+    return request.config.getoption("--golden-dir")
