@@ -25,6 +25,15 @@ class KVCache:
     length: Any  # [B] int32, slots in use
 
 
+def cache_slots(tokens: int) -> int:
+    """Slots to allocate for `tokens`: whole tiles of 128.
+
+    With another number of slots XLA for TPU keeps the cache in another layout inside the
+    loop, which costs a second cache in memory and two copies of it.
+    """
+    return -(-tokens // 128) * 128
+
+
 def init_cache(config: ModelConfig, batch: int, slots: int, dtype: Any) -> KVCache:
     """An empty cache with room for `slots` tokens in each of `batch` rows."""
     shape = (config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)

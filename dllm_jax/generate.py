@@ -214,6 +214,7 @@ def plan(
     stop_ids: Sequence[int] | None = None,
     chat: bool | None = None,
     preset: str | None = None,
+    steps: int | None = None,
     **settings: Any,
 ) -> Plan:
     """Checks a request against a model's config. Arguments as `generate`."""
@@ -222,11 +223,15 @@ def plan(
     chosen.pop("decoder", None)
     method = find_decoder(name)
     given = {key: value for key, value in settings.items() if value is not None}
-    resolved = resolve_settings(method, config, {**chosen, **given})
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be a whole number of at least 1.")
+    resolved = resolve_settings(method, config, {**chosen, **given})
+    if steps is not None:
+        per_block = _steps_per_block(steps, max_new_tokens, given, resolved)
+        given["denoising_steps"] = per_block
+        resolved = resolve_settings(method, config, {**chosen, **given})
     seeds = (seed,) if isinstance(seed, int) else tuple(seed)
-    if not all(isinstance(s, int) and 0 <= s < 2**32 for s in seeds):
+    if not all(type(s) is int and 0 <= s < 2**32 for s in seeds):
         raise ValueError(f"{seed=} must be in [0, 2**32).")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(stop):
@@ -238,6 +243,22 @@ def plan(
         )
     seed = seed if isinstance(seed, int) else seeds
     return Plan(method, resolved, max_new_tokens, seed, stop, stop_ids, chat)
+
+
+def _steps_per_block(steps: int, max_new_tokens: int, given: dict, resolved: Any) -> int:
+    """Denoising steps of one block, from the number of steps in all."""
+    if "denoising_steps" in given or "steps_per_block" in given:
+        raise ValueError(
+            f"{steps=} (in all) and denoising_steps (per block) are both given: choose one."
+        )
+    per_block, rest = divmod(steps * resolved.block_length, max_new_tokens)
+    if per_block < 1 or rest:
+        raise ValueError(
+            f"{steps=} cannot be spread evenly over {max_new_tokens} tokens in blocks of "
+            f"{resolved.block_length}: use a multiple of "
+            f"{max_new_tokens / resolved.block_length:g}."
+        )
+    return per_block
 
 
 def encode_prompt(
@@ -366,9 +387,8 @@ class _Run:
         tokens = self.committed(row)
         text = model.tokenizer.decode(tokens) if model.tokenizer else ""
         at_stop_id = len(tokens) < request.max_new_tokens
-        reason, generated = (
-            ("eos", len(tokens) + 1) if at_stop_id else ("length", len(tokens))
-        )
+        reason = "eos" if at_stop_id else "length"
+        generated = len(tokens) + at_stop_id
         cut = find_stop(text, request.stop)
         if cut is not None:
             # The fewest tokens whose text reaches the stop string.
@@ -467,6 +487,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     chat: bool | None = None,
     preset: str | None = None,
+    steps: int | None = None,
     batch_size: int | None = None,
     **settings: Any,
 ) -> list[Output]:
@@ -485,6 +506,8 @@ def generate(
       stop_ids: ids that end a row instead of the model's own end ids.
       chat: whether to put text prompts into the chat template; by default if there is one.
       preset: a published setting, such as "sdar-dynamic"; other arguments override it.
+      steps: denoising steps in all, spread evenly over the blocks; the alternative to
+        `denoising_steps`, which counts per block.
       batch_size: rows decoded at once; all of them if None.
       **settings: the decoder's settings, by name or alias.
 
@@ -503,6 +526,7 @@ def generate(
         stop_ids=stop_ids,
         chat=chat,
         preset=preset,
+        steps=steps,
         **settings,
     )
     if batch_size is not None and batch_size < 1:

@@ -32,10 +32,18 @@ def top_count(score: jax.Array, masked: jax.Array, count: jax.Array) -> jax.Arra
       masked: bool `[B, T]`, the candidates.
       count: int32 `[B]`; more than there are masks selects all of them.
     """
-    score = jnp.where(masked, score, -jnp.inf)
-    order = jnp.argsort(-score, axis=-1, stable=True)
-    rank = jnp.argsort(order, axis=-1)
-    return masked & (rank < count[:, None])
+    return masked & (_rank(score, masked) < count[:, None])
+
+
+def _rank(score: jax.Array, masked: jax.Array) -> jax.Array:
+    """How many masked slots come before each slot: int32 `[B, T]`.
+
+    Counted pair by pair: a block is short, and sorts are slow to compile and to run.
+    """
+    slot = jnp.arange(score.shape[-1])
+    this, other = score[:, :, None], score[:, None, :]
+    before = (other > this) | ((other == this) & (slot[None, :] < slot[:, None]))
+    return jnp.sum(before & masked[:, None, :], axis=-1, dtype=jnp.int32)
 
 
 def leftmost(masked: jax.Array, count: jax.Array) -> jax.Array:
@@ -75,9 +83,10 @@ def entropy_bounded(entropy: jax.Array, masked: jax.Array, bound: jax.Array) -> 
       masked: bool `[B, T]`.
       bound: float32 scalar, nats.
     """
-    ordered = jnp.sort(jnp.where(masked, entropy, jnp.inf), axis=-1)
-    count = jnp.sum(jnp.cumsum(ordered, axis=-1) < bound, axis=-1, dtype=jnp.int32)
-    return top_count(-entropy, masked, jnp.maximum(count, 1))
+    rank = _rank(-entropy, masked)
+    up_to = (rank[:, None, :] <= rank[:, :, None]) & masked[:, None, :]
+    total = jnp.sum(jnp.where(up_to, entropy[:, None, :], 0.0), axis=-1)
+    return masked & ((total < bound) | (rank == 0))
 
 
 def entropy_bounded_script(

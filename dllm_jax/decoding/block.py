@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dllm_jax import layouts, sampling, unmasking
-from dllm_jax.cache import append
+from dllm_jax.cache import append, cache_slots
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding.base import (
     UNDECIDED,
@@ -145,7 +145,7 @@ def init(
     prompt = jnp.pad(inputs.prompt, ((0, 0), (0, slots - prompt_slots)))
     canvas = jnp.where(position < inputs.prompt_length[:, None], prompt, fns.config.mask_id)
     stored = inputs.prompt_length // length * length
-    cache = fns.init_cache(batch, slots)
+    cache = fns.init_cache(batch, cache_slots(slots))
     forwards = Forwards.zeros(batch)
     done = inputs.max_new_tokens == 0
     # Only whole blocks are stored, so a prompt shorter than a block needs no forward.

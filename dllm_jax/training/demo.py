@@ -59,12 +59,12 @@ class Recipe:
 
 
 # Autoregression in place first (every block has one token), then blocks of every length.
-_AR = Stage("block", 0.25)
-_BLOCKS = Stage("block", 0.75, (1, 1, 2, 4, 4, 8, 8, 16, 32))
-_MASKED = Stage("masked", 0.75)
+_AR = Stage("block", 0.35)
+_BLOCKS = Stage("block", 0.65, (1, 1, 2, 4, 4, 8, 8, 16, 32))
+_MASKED = Stage("masked", 0.65)
 
 RECIPES = {
-    "demo": Recipe("sdar", 6, 128, 4, 2, 352, (_AR, _BLOCKS), steps=1800),
-    "demo-draft": Recipe("sdar", 2, 96, 3, 1, 256, (_AR, _BLOCKS), steps=1200),
-    "demo-llada": Recipe("llada", 6, 128, 4, 4, 352, (_AR, _MASKED), steps=1800),
+    "demo": Recipe("sdar", 6, 128, 4, 2, 352, (_AR, _BLOCKS), steps=1300),
+    "demo-draft": Recipe("sdar", 2, 96, 3, 1, 256, (_AR, _BLOCKS), steps=700),
+    "demo-llada": Recipe("llada", 6, 128, 4, 4, 352, (_AR, _MASKED), steps=1200),
 }

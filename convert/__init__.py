@@ -1,0 +1,1 @@
+"""Conversion of Hugging Face checkpoints: `python -m convert SRC DST`."""

@@ -1,0 +1,149 @@
+"""`python -m convert SRC DST`: a Hugging Face checkpoint becomes an Orbax one.
+
+Exit codes: 0 done, 2 for a mistake of the user (bad source, bad destination), 1 otherwise.
+"""
+
+import argparse
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+from dllm_jax.checkpoint import DTYPES, verify_checkpoint, write_checkpoint
+from dllm_jax.hf import CheckpointError, HFCheckpoint, count_bytes
+from dllm_jax.models import FAMILIES
+from dllm_jax.params import count_params
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+
+
+def _fetch(source: str, revision: str | None) -> tuple[Path, str | None]:
+    """A local directory for a directory or hub id, and its commit if known."""
+    path = Path(source)
+    if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"revision={revision!r} is for hub ids; {source} is a directory."
+            )
+        return path, _commit_of(path)
+    if path.exists() or not _HUB_ID.fullmatch(source):
+        raise CheckpointError(f"{source} is neither a directory nor a hub id (org/name).")
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = Path(
+            snapshot_download(source, revision=revision, allow_patterns=list(_WANTED))
+        )
+    except Exception as error:  # network, login and naming errors of many types
+        line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise CheckpointError(
+            f"{source} is no directory, and as a hub id it could not be fetched: {line}"
+        ) from None
+    return path, _commit_of(path)
+
+
+def _commit_of(path: Path) -> str | None:
+    """The commit in the path of a hub cache, .../snapshots/COMMIT."""
+    resolved = path.resolve()
+    return resolved.name if resolved.parent.name == "snapshots" else None
+
+
+def _dtype_name(source: HFCheckpoint) -> str:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    if source.dtype not in names:
+        raise CheckpointError(
+            f"the weights are {source.dtype}: choose --dtype {', '.join(DTYPES)}."
+        )
+    return names[source.dtype]
+
+
+def _convert(args: argparse.Namespace, console: Console) -> None:
+    started = time.perf_counter()
+    directory, revision = _fetch(args.source, args.revision)
+    source = HFCheckpoint(directory, args.family)
+    dtype = args.dtype or _dtype_name(source)
+    size = count_bytes(source.config, DTYPES[dtype])
+    with _progress(console, "converting", size) as advance:
+        write_checkpoint(source, args.destination, dtype, args.source, revision, advance)
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak *= 1 if sys.platform == "darwin" else 1024
+    seconds = time.perf_counter() - started
+    print(
+        f"{args.destination}: {source.family.name}, {count_params(source.config):,} "
+        f"parameters, {size:,} bytes, {source.dtype} -> {dtype}, verified; "
+        f"peak RAM {peak / 1e9:.2f} GB, {seconds:.1f} s ({size / seconds / 1e6:.0f} MB/s)"
+    )
+
+
+class _progress:
+    """A bar over bytes on stderr; the context gives the function that advances it."""
+
+    def __init__(self, console: Console, title: str, total: int):
+        self._bar = Progress(
+            "{task.description}",
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(title, total=total)
+
+    def __enter__(self):
+        self._bar.start()
+        return lambda leaf, size: self._bar.update(
+            self._task, advance=size, description=f"{leaf:20}"
+        )
+
+    def __exit__(self, *exception):
+        self._bar.stop()
+
+
+def _verify(directory: Path) -> None:
+    sidecar = verify_checkpoint(directory)
+    print(
+        f"{directory}: {sidecar.family}, {count_params(sidecar.config):,} parameters, "
+        f"{sidecar.dtype}, every checksum agrees"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m convert",
+        description="Convert a Hugging Face checkpoint to Orbax, strictly and atomically; "
+        "`python -m convert verify DIR` checks a converted one.",
+    )
+    parser.add_argument("source", help="directory, hub id (org/name), or `verify`")
+    parser.add_argument("destination", type=Path, help="new directory")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="override config.json")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    console = Console(stderr=True)
+    try:
+        if args.source == "verify" and not Path("verify").is_dir():
+            _verify(args.destination)
+        else:
+            _convert(args, console)
+    except CheckpointError as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("convert: interrupted, nothing was written", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

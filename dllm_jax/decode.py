@@ -1,0 +1,379 @@
+"""`python -m dllm_jax.decode`: decode prompts from the command line.
+
+Exit codes: 0 done, 2 for a mistake of the user (one line on stderr), 1 otherwise.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from dllm_jax.checkpoint import DTYPES
+from dllm_jax.decoding import DECODERS
+from dllm_jax.generate import (
+    DEMO_MODELS,
+    Model,
+    Output,
+    Plan,
+    Prompt,
+    load,
+    load_config,
+    plan,
+    run_plan,
+    stream_plan,
+)
+from dllm_jax.models import FAMILIES
+from dllm_jax.settings import setting_fields
+
+_SAMPLE_SEED = 7
+
+
+def _shared_settings() -> dict[str, tuple[dataclasses.Field, list[str]]]:
+    """Every setting of every decoder, with the decoders that take it."""
+    shared: dict[str, tuple[dataclasses.Field, list[str]]] = {}
+    for decoder in DECODERS.values():
+        for name, field in setting_fields(decoder).items():
+            shared.setdefault(name, (field, []))[1].append(decoder.name)
+    return shared
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _add_setting(group: Any, name: str, field: dataclasses.Field, users: list[str]):
+    kind, choices = field.metadata["kind"], field.metadata["choices"]
+    flags = [_flag(name), *map(_flag, field.metadata["aliases"])]
+    default = "" if field.default is None else f", default {field.default}"
+    text = f"{field.metadata['help']} ({', '.join(users)}{default})".replace("%", "%%")
+    options: dict[str, Any] = {"dest": f"setting_{name}", "default": None, "help": text}
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif choices:
+        options["choices"] = choices
+    else:
+        options |= {"type": kind, "metavar": kind.__name__.upper()}
+    group.add_argument(*flags, **options)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; decoder flags come from the decoders' settings."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dllm_jax.decode",
+        description="Decode prompts with a diffusion language model.",
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default="demo",
+        help=f"converted or Hugging Face directory, or {', '.join(DEMO_MODELS)} "
+        "(default demo)",
+    )
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", *DTYPES),
+        help="of weights and cache; auto is bfloat16 on TPU and GPU, float32 on CPU",
+    )
+    group.add_argument("--device", default="auto", choices=("auto", "cpu", "gpu", "tpu"))
+    group.add_argument(
+        "--compile-cache",
+        metavar="DIR",
+        help="compiled programs are kept here; `none` turns it off "
+        "(default JAX_COMPILATION_CACHE_DIR, else the user's cache directory)",
+    )
+
+    group = parser.add_argument_group("prompt (default: stdin, else a sample problem)")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable")
+    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
+    source.add_argument("--prompt-ids", metavar="1,2,3", help="token ids")
+    how = group.add_mutually_exclusive_group()
+    how.add_argument(
+        "--chat",
+        dest="chat",
+        action="store_true",
+        default=None,
+        help="put text into the chat template (default if the model has one)",
+    )
+    how.add_argument("--raw", dest="chat", action="store_false", help="no chat template")
+
+    group = parser.add_argument_group("generation")
+    group.add_argument("--decoder", choices=tuple(DECODERS), help="default block")
+    group.add_argument("--preset", help=f"one of {', '.join(_preset_names())}")
+    group.add_argument(
+        "--max-new-tokens",
+        "--gen-length",
+        type=int,
+        default=128,
+        metavar="INT",
+        help="most tokens to generate (default 128)",
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="INT", help="default 0")
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the text before this string; repeatable",
+    )
+    group.add_argument(
+        "--steps",
+        type=int,
+        metavar="INT",
+        help="denoising steps in all, spread evenly over the blocks",
+    )
+
+    group = parser.add_argument_group("decoder settings (in brackets: who takes it)")
+    for name, (field, users) in _shared_settings().items():
+        _add_setting(group, name, field, users)
+
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="print committed text as it comes (default on a terminal, one prompt)",
+    )
+    group.add_argument("--json", action="store_true", help="one JSON object a prompt")
+    group.add_argument(
+        "--output", type=Path, metavar="FILE", help="write JSON lines here (a new file)"
+    )
+    group.add_argument("--quiet", action="store_true", help="nothing on stderr")
+    return parser
+
+
+def _preset_names() -> list[str]:
+    return sorted(name for family in FAMILIES.values() for name in family.presets)
+
+
+def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    if args.prompt is not None:
+        return list(args.prompt)
+    if args.prompt_ids is not None:
+        try:
+            return [[int(part) for part in args.prompt_ids.split(",") if part.strip()]]
+        except ValueError:
+            raise ValueError(
+                f"prompt_ids={args.prompt_ids!r} must be numbers with commas between them."
+            ) from None
+    if args.prompt_file is not None:
+        return [_read_text(args.prompt_file)]
+    mode = os.fstat(sys.stdin.fileno()).st_mode if sys.stdin else 0
+    if stat.S_ISFIFO(mode) or stat.S_ISREG(mode):
+        text = _decode_utf8(sys.stdin.buffer.read(), "stdin").strip()
+        if text:
+            return [text]
+    if args.model in DEMO_MODELS:
+        from dllm_jax.training.problems import generate_problems
+
+        (problem,) = islice(generate_problems("test", _SAMPLE_SEED), 1)
+        return [problem.question]
+    raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin.")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"prompt_file={str(path)!r}: {error.strerror or error}.") from None
+    return _decode_utf8(raw, f"prompt_file={str(path)!r}").rstrip("\n")
+
+
+def _decode_utf8(raw: bytes, name: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 at byte {error.start}.") from None
+
+
+def _set_up_jax(args: argparse.Namespace) -> None:
+    if args.device != "auto":
+        platform = {"gpu": "cuda"}.get(args.device, args.device)
+        jax.config.update("jax_platforms", platform)
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise ValueError(f"device={args.device!r} is not there: {line}") from None
+    if args.compile_cache == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if args.compile_cache is not None or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        directory = Path(args.compile_cache or Path(home) / "dllm_jax" / "compiled")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if args.compile_cache is None:
+                return  # the default place cannot be written: do without
+            raise ValueError(
+                f"compile_cache={args.compile_cache!r}: {error.strerror}."
+            ) from None
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _print_stats(console: Console, request: Plan, outputs: Sequence[Output]) -> None:
+    table = Table(box=None, pad_edge=False)
+    columns = (
+        "prompt",
+        "prompt tokens",
+        "new tokens",
+        "forwards",
+        "tokens/forward",
+        "ends",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    for index, out in enumerate(outputs):
+        stats = out.stats
+        kinds = " + ".join(
+            f"{count} {kind}"
+            for kind, count in stats.forwards.items()
+            if count and kind != "total"
+        )
+        table.add_row(
+            str(index),
+            str(stats.prompt_tokens),
+            str(stats.generated_tokens),
+            f"{stats.forwards['total']} ({kinds})",
+            f"{stats.tokens_per_forward:.2f}",
+            out.finish_reason,
+        )
+    console.print(table)
+    first = outputs[0].stats
+    tokens = sum(out.stats.generated_tokens for out in outputs)
+    seconds = max(first.decode_seconds, 1e-9)
+    console.print(
+        f"compile {first.compile_seconds:.1f} s, decode {first.decode_seconds:.2f} s, "
+        f"{tokens / seconds:.0f} tokens/s without compilation",
+        highlight=False,
+    )
+
+
+def _write_lines(path: Path, outputs: Sequence[Output]) -> None:
+    """Writes JSON lines to a new file, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for out in outputs:
+                file.write(json.dumps(out.to_dict(), ensure_ascii=False) + "\n")
+        partial.rename(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ValueError(f"output={str(path)!r}: {error.strerror or error}.") from None
+
+
+def _check_output(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.exists():
+        raise ValueError(f"output={str(path)!r} exists: choose another file.")
+    if not os.access(path.resolve().parent, os.W_OK):
+        raise ValueError(f"output={str(path)!r}: the directory cannot be written.")
+
+
+def _stream(model: Model, request: Plan, prompt: Prompt) -> Output:
+    result = None
+    for piece, out in stream_plan(model, request, prompt):
+        print(piece, end="", flush=True)
+        result = out
+    print(flush=True)
+    assert result is not None
+    return result
+
+
+def _run(args: argparse.Namespace) -> None:
+    console = Console(stderr=True, quiet=args.quiet, soft_wrap=True)
+    _check_output(args.output)
+    prompts = _read_prompts(args)
+    if args.stream and (len(prompts) > 1 or args.json):
+        raise ValueError("stream=True needs one prompt and no --json.")
+    settings = {
+        name: value
+        for name in _shared_settings()
+        if (value := getattr(args, f"setting_{name}")) is not None
+    }
+    request = plan(
+        load_config(args.model),
+        args.decoder,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        stop=args.stop,
+        steps=args.steps,
+        chat=args.chat,
+        preset=args.preset,
+        **settings,
+    )
+    _set_up_jax(args)
+    device = jax.devices()[0]
+    shown = " ".join(f"{name}={value}" for name, value in request.describe().items())
+    console.print(shown, highlight=False, markup=False)
+    started = time.perf_counter()
+    model = load(args.model, dtype=args.dtype)
+    console.print(
+        f"{args.model}: {model.dtype} on {len(jax.devices())} x {device.device_kind}, "
+        f"loaded in {time.perf_counter() - started:.1f} s",
+        highlight=False,
+        markup=False,
+    )
+    streams = args.stream
+    if streams is None:
+        streams = sys.stdout.isatty() and len(prompts) == 1 and not args.json
+    if streams:
+        if isinstance(prompts[0], str):
+            console.print(prompts[0], style="dim", highlight=False, markup=False)
+        outputs = [_stream(model, request, prompts[0])]
+    else:
+        if isinstance(prompts[0], str) and args.prompt is None and not args.json:
+            console.print(prompts[0], style="dim", highlight=False, markup=False)
+        with console.status("compiling and decoding ..."):
+            outputs = run_plan(model, request, prompts)
+        for out in outputs:
+            print(json.dumps(out.to_dict(), ensure_ascii=False) if args.json else out.text)
+    if args.output is not None:
+        _write_lines(args.output, outputs)
+    _print_stats(console, request, outputs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    # Names that people know from other projects have underscores; both work.
+    argv = [
+        arg.partition("=")[0].replace("_", "-") + "".join(arg.partition("=")[1:])
+        if arg.startswith("--")
+        else arg
+        for arg in argv
+    ]
+    args = make_parser().parse_args(argv)
+    try:
+        _run(args)
+    except ValueError as error:
+        print(f"decode: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has gone: nothing more to say, not even at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("decode: interrupted", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
