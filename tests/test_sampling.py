@@ -49,7 +49,7 @@ def _entropy(probability) -> float:
         (2, 3, _VOCAB),
         elements=st.sampled_from([-np.inf, -100.0, -1.0, 0.0, 0.5, 2.0, 30.0]),
     ),
-    st.sampled_from([0, 3, 6]),
+    st.sampled_from([0, 3]),
 )
 def test_greedy_proposals(logits, mask_id):
     others = [i for i in range(_VOCAB) if i != mask_id]
@@ -62,7 +62,8 @@ def test_greedy_proposals(logits, mask_id):
         probability = _softmax(logits[at])
         assert int(token[at]) == best
         # The mask token keeps its share of the distribution.
-        np.testing.assert_allclose(confidence[at], probability[best], rtol=1e-5)
+        # Below 1e-37 float32 may flush to zero.
+        np.testing.assert_allclose(confidence[at], probability[best], rtol=1e-5, atol=1e-37)
         np.testing.assert_allclose(entropy[at], _entropy(probability), atol=1e-5)
 
 
@@ -105,11 +106,11 @@ _MASK_CASES = {
 
 
 @pytest.mark.parametrize("case", _MASK_CASES)
-@pytest.mark.parametrize("mask_id", [0, 2, 4])
+@pytest.mark.parametrize("mask_id", [0, 3])
 def test_the_mask_token_is_never_proposed(case, mask_id):
     others = _MASK_CASES[case]
     row = np.insert(np.array(others, np.float32), mask_id, 1e4)
-    logits = np.tile(row, (64, 2, 1))
+    logits = np.tile(row, (64, 2, 1))  # 128 draws
     keys = jax.random.split(jax.random.key(1), 64)
     found = [
         _greedy(logits, mask_id),
@@ -153,7 +154,7 @@ def test_the_mask_token_is_not_proposed_even_as_the_only_possible_one(sampled):
 )
 def test_top_k_keeps_ties(logits, top_k):
     found = np.asarray(_filter(logits, np.int32(top_k), np.float32(1.0)))
-    for row, kept in zip(logits, found):
+    for row, kept in zip(logits, found, strict=True):
         kth = sorted(row, reverse=True)[top_k - 1 if 0 < top_k <= _VOCAB else _VOCAB - 1]
         np.testing.assert_array_equal(kept, np.where(row >= kth, row, -np.inf))
 
@@ -272,7 +273,9 @@ def test_draws_follow_the_distribution(temperature, top_k, top_p):
         pooled_expected.append(expected[rare].sum())
         pooled_counts.append(counts[rare].sum())
     statistic = sum(
-        (c - e) ** 2 / e for c, e in zip(pooled_counts, pooled_expected) if e > 0
+        (c - e) ** 2 / e
+        for c, e in zip(pooled_counts, pooled_expected, strict=True)
+        if e > 0
     )
     assert stats.chi2.sf(statistic, len(pooled_counts) - 1) > 1e-3
     probability = _softmax(row / temperature)

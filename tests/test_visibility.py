@@ -72,7 +72,7 @@ def _matrix(fields: TokenFields) -> np.ndarray:
 
 
 def _expected(position, valid, may_see) -> np.ndarray:
-    """Double loop: itself yes, padding no, a copy of the own position no, else `may_see`."""
+    """Double loop: itself yes, padding and copies of itself no, else `may_see`."""
     batch, num_tokens = position.shape
     seen = np.zeros((batch, num_tokens, num_tokens), bool)
     for row in range(batch):
@@ -137,8 +137,12 @@ def _training_expected(clean, noisy, length, clean_valid, noisy_valid) -> np.nda
     tokens = num_clean + noisy.shape[1]
     seen = np.zeros((batch, tokens, tokens), bool)
     for row in range(batch):
-        halves = [("clean", p, ok) for p, ok in zip(clean[row], clean_valid[row])]
-        halves += [("noisy", p, ok) for p, ok in zip(noisy[row], noisy_valid[row])]
+        halves = [
+            ("clean", p, ok) for p, ok in zip(clean[row], clean_valid[row], strict=True)
+        ]
+        halves += [
+            ("noisy", p, ok) for p, ok in zip(noisy[row], noisy_valid[row], strict=True)
+        ]
         for i, (query_half, query_position, _) in enumerate(halves):
             for j, (key_half, key_position, key_ok) in enumerate(halves):
                 query_block = query_position // length[row]
@@ -152,7 +156,9 @@ def _training_expected(clean, noisy, length, clean_valid, noisy_valid) -> np.nda
                 elif key_half == "clean":
                     seen[row, i, j] = key_block < query_block
                 else:
-                    seen[row, i, j] = key_block == query_block
+                    # Padding may repeat a position; as a query it follows the rule too.
+                    is_copy = key_position == query_position
+                    seen[row, i, j] = key_block == query_block and not is_copy
     return seen
 
 
@@ -237,7 +243,7 @@ def _attention_oracle(q, k, v, seen, cached=None) -> np.ndarray:
             keys = list(np.asarray(cached[0], np.float64)[row, kv_head, :length]) + keys
             values = list(np.asarray(cached[1], np.float64)[row, kv_head, :length]) + values
         scores, mixed = [], []
-        for j, (key, value) in enumerate(zip(keys, values)):
+        for j, (key, value) in enumerate(zip(keys, values, strict=True)):
             if seen(row, i, j):
                 scores.append(np.dot(q[row, i, head], key) / np.sqrt(head_dim))
                 mixed.append(value)
@@ -488,8 +494,8 @@ def test_appends_and_rollbacks_act_like_lists(seed, steps):
                 )
                 rows[row].append((k[:, row, :, i], v[:, row, :, i], numbers))
         _check_rows(cache, rows)
-        lower = [max(len(row) - less, 0) for row, less in zip(rows, undone)]
-        rows = [row[:length] for row, length in zip(rows, lower)]
+        lower = [max(len(row) - less, 0) for row, less in zip(rows, undone, strict=True)]
+        rows = [row[:length] for row, length in zip(rows, lower, strict=True)]
         cache = cache.replace(length=np.array(lower, np.int32))
         _check_rows(cache, rows)
 

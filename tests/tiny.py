@@ -1,5 +1,7 @@
-"""Tiny models that the tests decode with."""
+"""Tiny models for tests: a random transformer, and a scripted model in exact integers."""
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,9 +14,9 @@ from dllm_jax.decoding.base import ModelFns
 from dllm_jax.generate import Model
 from dllm_jax.params import init_params
 from dllm_jax.transformer import ForwardOutput
-from kernels_pallas import unpack_key_fields, visible
+from kernels_pallas import TokenFields, unpack_key_fields, visible
 
-MASK, EOS, EOT, PAD, BOS, VOCAB = 63, 62, 61, 60, 59, 64
+VOCAB, MASK, EOS, EOT, PAD, BOS = 64, 63, 62, 61, 60, 59
 
 CONFIG = ModelConfig(
     vocab_size=VOCAB,
@@ -37,91 +39,117 @@ CONFIG = ModelConfig(
 
 
 class TinyModel(Model):
-    """A model that keeps the last state of its loop, to look at the whole canvas."""
+    """A model that remembers its last run, so that tests can look into it."""
 
-    state: Any = None
+    started: Any = None  # the state after prefill
+    state: Any = None  # the last state
+    last_call: Any = None  # (key, arguments) of the loop's program
 
     def run_program(self, key, build, args):
+        if key[1] == "go_on":  # the program may take the state's buffers
+            self.last_call = key, jax.tree.map(jnp.copy, args)
         self.state = super().run_program(key, build, args)
+        if key[1] == "start":
+            self.started = jax.tree.map(jnp.copy, self.state)
         return self.state
 
 
-def tiny_model(seed: int = 0, scale: float = 20.0, config=CONFIG) -> TinyModel:
-    """A random transformer whose confidences spread over (0, 1)."""
+def tiny_model(seed: int = 0, config: ModelConfig = CONFIG) -> TinyModel:
+    """A random transformer, sharpened: confidences spread over (0, 1)."""
     params = init_params(config, jax.random.key(seed))
-    return TinyModel(
-        params.replace(embed=params.embed * 50.0, head=params.head * scale), config
+    layers = params.layers
+    params = params.replace(
+        embed=params.embed * 20.0,
+        head=params.head * 25.0,
+        layers=layers.replace(
+            q_norm=layers.q_norm * 3.0, o=layers.o * 3.0, down=layers.down * 3.0
+        ),
     )
+    return TinyModel(params, config)
 
 
-# --- a scripted model: exact arithmetic, every visible token matters ------------------
-
-ROWS = 128  # rows of a scripted model's table
+ROWS = 128
+"""Rows of a scripted model's table."""
 
 
 def token_code(token, position):
-    """What a token at a position adds to those that see it; ints, array or not."""
+    """What a token at a position adds to the sums of all that see it."""
     return (token + 1) * (31 * position + 7) % 8191
 
 
 def table_row(total, position):
-    """Which row of logits a slot gets that sees codes of this total."""
+    """The row of logits of a slot that sees tokens of this sum."""
     return (total + 17 * position) % ROWS
 
 
 class ScriptedModel(TinyModel):
-    """Logits looked up in a table by a hash of all tokens that a slot sees.
+    """Logits out of a table, by a hash of every token that a slot sees.
 
-    Integer arithmetic: the same bits in any batch and with or without a cache, while one
-    token seen or missed too many gives another row of the table. The table is an input
-    of the compiled programs, so another table compiles nothing. Its keys are the tokens
-    themselves, so that a test can see what was stored.
+    All integers: the same bits in any batch, with or without a cache, while one token too
+    many or too few gives another row. The table is an input of the compiled programs, so
+    `table` may be exchanged without a recompile. Its keys and values are the tokens.
     """
 
-    def __init__(self, table, config: ModelConfig = CONFIG):
-        super().__init__(jnp.asarray(table, jnp.float32), config, name="scripted")
+    def __init__(self, table: np.ndarray, config: ModelConfig = CONFIG):
+        super().__init__(jnp.asarray(table, jnp.float32), config)
 
     def fns(self, params) -> ModelFns:
         return scripted_fns(params, self.config)
 
-    def with_table(self, table) -> "ScriptedModel":
-        """This model with other logits; the compiled programs are kept."""
-        self.params = jnp.asarray(table, jnp.float32)
-        return self
+    def run_program(self, key, build, args):
+        with _quick_compilation():  # a third less time; there is no float to be careful of
+            return super().run_program(key, build, args)
+
+
+@contextlib.contextmanager
+def _quick_compilation():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def scripted_fns(table: jax.Array, config: ModelConfig = CONFIG) -> ModelFns:
-    """The functions of a scripted model."""
-    config = config.replace if False else config
+    """A scripted model as a decoder sees it; `table` is `[ROWS, vocabulary]`."""
+    small = dataclasses.replace(
+        config, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1
+    )
 
-    def new_cache(batch, slots):
-        import dataclasses
-
-        small = dataclasses.replace(config, num_layers=1, num_kv_heads=1, head_dim=1)
-        return init_cache(small, batch, slots, jnp.float32)
+    def sum_of_seen(fields, keys, tokens, exists):
+        query = TokenFields(*(x[:, :, None] for x in fields))
+        key = TokenFields(*(x[:, None, :] for x in keys))
+        seen = visible(query, key) & exists[:, None]
+        code = token_code(tokens, keys.position)[:, None]
+        return jnp.sum(jnp.where(seen, code, 0), axis=-1)
 
     def forward(tokens, fields, cache):
-        def seen(keys, codes, exists=True):
-            query = type(fields)(*(x[:, :, None] for x in fields))
-            key = type(fields)(*(x[:, None, :] for x in keys))
-            return jnp.sum(jnp.where(visible(query, key) & exists, codes[:, None], 0), -1)
-
-        total = seen(fields, token_code(tokens, fields.position))
+        total = sum_of_seen(fields, fields, tokens, jnp.ones(tokens.shape, bool))
         if cache is not None:
-            keys = unpack_key_fields(cache.fields)
             stored = cache.k[0, :, 0, :, 0].astype(jnp.int32)
-            slot = jnp.arange(stored.shape[1], dtype=jnp.int32)
-            exists = (slot < cache.length[:, None])[:, None]
-            total += seen(keys, token_code(stored, keys.position), exists)
-        hidden = table_row(total, fields.position)[..., None]
+            exists = jnp.arange(stored.shape[1]) < cache.length[:, None]
+            total += sum_of_seen(fields, unpack_key_fields(cache.fields), stored, exists)
         k = tokens[None, :, None, :, None].astype(jnp.float32)
-        return ForwardOutput(hidden, k, k)
+        return ForwardOutput(table_row(total, fields.position)[..., None], k, k)
 
-    return ModelFns(config, forward, lambda hidden: table[hidden[..., 0]], new_cache)
+    return ModelFns(
+        config,
+        forward,
+        logits=lambda hidden: table[hidden[..., 0]],
+        init_cache=lambda batch, slots: init_cache(small, batch, slots, jnp.float32),
+    )
 
 
-def random_table(seed: int, scale: float = 3.0) -> np.ndarray:
-    """Logits of a scripted model with confidences all over (0, 1)."""
+def random_table(seed: int, sharpness: float = 1.0) -> np.ndarray:
+    """Logits whose confidences spread over (0, 1), no two of them closer than 1e-6."""
     rng = np.random.default_rng(seed)
-    sharpness = rng.uniform(0.3, 1.0, (ROWS, 1)) * scale
-    return (rng.normal(size=(ROWS, VOCAB)) * sharpness).astype(np.float32)
+    while True:
+        scale = sharpness * rng.uniform(0.5, 3.5, (ROWS, 1))
+        table = (rng.normal(size=(ROWS, VOCAB)) * scale).astype(np.float32)
+        p = np.exp(table.astype(np.float64))
+        p /= p.sum(-1, keepdims=True)
+        entropy = -(p * np.log(p)).sum(-1)
+        best = np.sort(p[:, :MASK].max(-1))
+        if min(np.diff(best).min(), np.diff(np.sort(entropy)).min()) > 1e-6:
+            return table

@@ -92,8 +92,8 @@ def block_diffusion_loss(
         params, config, jnp.concatenate([tokens, noisy], axis=1), fields
     ).hidden
     logit = transformer.logits(params, hidden[:, length:])
-    weight = jnp.take_along_axis(batch["weight"], index, axis=1) * masked
-    return _weighted_nll(logit, target, weight)
+    weight = jnp.take_along_axis(batch["weight"], index, axis=1)
+    return _weighted_nll(logit, target, jnp.where(masked, weight, 0.0))
 
 
 def masked_diffusion_loss(
@@ -116,4 +116,4 @@ def masked_diffusion_loss(
     fields = layouts.bidirectional(position)
     hidden = transformer.forward(params, config, noisy, fields).hidden
     logit = transformer.logits(params, hidden)
-    return _weighted_nll(logit, tokens, batch["weight"] * masked)
+    return _weighted_nll(logit, tokens, jnp.where(masked, batch["weight"], 0.0))
