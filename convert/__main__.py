@@ -65,7 +65,7 @@ def _dtype_name(source: HFCheckpoint) -> str:
 def _convert(args: argparse.Namespace, console: Console) -> None:
     started = time.perf_counter()
     directory, revision = _fetch(args.source, args.revision)
-    source = HFCheckpoint(directory, args.family)
+    source = HFCheckpoint(directory, args.family, args.mask_id)
     dtype = args.dtype or _dtype_name(source)
     size = count_bytes(source.config, DTYPES[dtype])
     with _progress(console, "converting", size) as advance:
@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("destination", type=Path, help="new directory")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="override config.json")
+    parser.add_argument("--mask-id", type=int, help="override the mask id")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     return parser
 

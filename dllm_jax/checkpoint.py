@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.hf import CheckpointError, HFCheckpoint, read_json
-from dllm_jax.params import Params, leaf_paths, params_from_leaves
+from dllm_jax.params import Params, leaf_dtype, leaf_paths, params_from_leaves
 
 SIDECAR = "dllm.json"
 FORMAT_VERSION = 1
@@ -186,7 +186,7 @@ def verify_checkpoint(
     damaged = []
     for leaf, info in leaf_paths(sidecar.config).items():
         shape = jax.ShapeDtypeStruct(
-            info.shape, DTYPES[sidecar.dtype], sharding=_one_device()
+            info.shape, leaf_dtype(info, DTYPES[sidecar.dtype]), sharding=_one_device()
         )
         value = np.asarray(_restore_leaf(directory, leaf, shape))
         if _checksum(value) != sidecar.checksums.get(leaf):
@@ -211,7 +211,9 @@ def read_params(directory: Path, sidecar: Sidecar, dtype: Any) -> Params:
         leaf: _restore_leaf(
             directory,
             leaf,
-            jax.ShapeDtypeStruct(info.shape, dtype, sharding=_one_device()),
+            jax.ShapeDtypeStruct(
+                info.shape, leaf_dtype(info, dtype), sharding=_one_device()
+            ),
         )
         for leaf, info in leaf_paths(sidecar.config).items()
     }

@@ -6,6 +6,34 @@ from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of the feed-forward network. Hashable."""
+
+    num_experts: int
+    experts_per_token: int
+    ffw_dim: int  # of one expert
+    shared_ffw_dim: int = 0  # of the expert that every token takes; 0: there is none
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True  # chosen weights are divided by their sum
+    scale: float = 1.0  # of the routed experts' output
+    num_groups: int = 1  # experts come in contiguous groups, ...
+    groups_per_token: int = 1  # ... of which only the best so many are eligible
+    selection_bias: bool = False  # a bias that counts for the choice, not for the weight
+
+    def __post_init__(self):
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_experts={self.num_experts} is not a multiple of "
+                f"num_groups={self.num_groups}."
+            )
+        eligible = self.num_experts // self.num_groups * self.groups_per_token
+        if not 1 <= self.experts_per_token <= eligible:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} must be in [1, {eligible}]."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer that predicts masked tokens. Hashable, so jit-static.
 
@@ -24,6 +52,10 @@ class ModelConfig:
     max_positions: int  # longest canvas (prompt and generated tokens) that it was made for
 
     qk_norm: bool = False  # RMSNorm over head_dim on queries and keys, before RoPE
+    qkv_bias: bool = False  # biases on the query, key and value projections
+    rotary_fraction: float = 1.0  # leading share of head_dim that RoPE rotates
+    moe: MoEConfig | None = None  # of all layers but the first `dense_layers`
+    dense_layers: int = 0  # leading layers with an ordinary network, where there is moe
     tied_head: bool = False  # the head is the embedding table
     attention: Literal["block_causal", "bidirectional"] = "block_causal"
     logit_alignment: Literal["same", "shifted"] = "same"  # logits at p predict p, or p + 1
@@ -64,7 +96,14 @@ class ModelConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"unknown model config keys {unknown}.")
-        return cls(**{**values, "eos_ids": tuple(values.get("eos_ids", ()))})
+        moe = values.get("moe")
+        return cls(
+            **{
+                **values,
+                "eos_ids": tuple(values.get("eos_ids", ())),
+                "moe": None if moe is None else MoEConfig(**moe),
+            }
+        )
 
     @classmethod
     def from_hf(
@@ -74,6 +113,7 @@ class ModelConfig:
         generation: Mapping[str, Any] | None = None,
         tokenizer: Mapping[str, Any] | None = None,
         name: str = "",
+        mask_id: int | None = None,
     ) -> "ModelConfig":
         """Reads a Hugging Face `config.json`.
 
@@ -84,6 +124,7 @@ class ModelConfig:
           tokenizer: `{"eos_id": .., "pad_id": .., "bos_id": .., "mask_id": ..}` as the
             tokenizer has them, if known.
           name: the checkpoint's name; some families tell the block length only there.
+          mask_id: overrides what the files and the family say.
 
         Returns:
           The config. End-of-sequence ids are the union of all three sources.
@@ -98,18 +139,28 @@ class ModelConfig:
                     f"config.json has {key}={hf[key]!r}; {family.name} checkpoints are "
                     f"supported with {' or '.join(repr(a) for a in allowed)} only."
                 )
-        values: dict[str, Any] = dict(family.fixed)
-        missing = []
-        for field, keys in family.config_keys.items():
-            found = [hf[key] for key in keys if hf.get(key) is not None]
-            if found:
-                values[field] = found[0]
-            elif field in family.defaults:
-                values[field] = family.defaults[field]
-            else:
-                missing.append(" or ".join(keys))
+        missing: list[str] = []
+
+        def read(table: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+            found = {}
+            for field, keys in table.items():
+                given = [hf[key] for key in keys if hf.get(key) is not None]
+                if given:
+                    found[field] = given[0]
+                elif field in family.defaults:
+                    found[field] = family.defaults[field]
+                else:
+                    missing.append(" or ".join(keys))
+            return found
+
+        values: dict[str, Any] = {**family.fixed, **read(family.config_keys)}
+        moe = {**family.moe_fixed, **read(family.moe_keys)}
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}.")
+        if moe:
+            # Published as a number of shared experts, each as wide as a routed one.
+            moe["shared_ffw_dim"] = moe.pop("shared_experts", 0) * moe["ffw_dim"]
+            values["moe"] = MoEConfig(**moe)
         if values.get("num_kv_heads") is None:
             values["num_kv_heads"] = values["num_heads"]
         if values.get("head_dim") is None:
@@ -132,10 +183,12 @@ class ModelConfig:
         values["rope_theta"] = float(values["rope_theta"])
         values["norm_eps"] = float(values["norm_eps"])
         told = tokenizer.get("mask_id")
-        if told is not None and told != values["mask_id"]:
+        if mask_id is not None:
+            values["mask_id"] = mask_id
+        elif told is not None and told != values["mask_id"]:
             raise ValueError(
                 f"the mask id is {values['mask_id']} by config.json or family but "
-                f"{told} by the tokenizer."
+                f"{told} by the tokenizer: choose one with mask_id."
             )
         return cls(**values)
 
@@ -144,8 +197,9 @@ class ModelConfig:
 class Family:
     """A model family as data: how its checkpoints spell what the core implements.
 
-    A source tensor is transposed unless its name is in `untransposed` or it is a vector:
-    published matrices are [out, in], ours [in, out].
+    A source tensor is transposed unless its leaf is in `untransposed` or it is a vector:
+    published matrices are [out, in], ours [in, out]. Leaves with the same pattern are
+    stored in one tensor, below each other in the order of our tree (fused projections).
     """
 
     name: str
@@ -155,8 +209,10 @@ class Family:
     defaults: Mapping[str, Any]  # our field -> value where the checkpoint is silent
     fixed: Mapping[str, Any]  # our field -> value that every member of the family has
     supported: Mapping[str, tuple[Any, ...]]  # their key -> values that we implement
-    tensors: Mapping[str, str]  # our leaf ("layers.q") -> their name, `{layer}` in it
+    tensors: Mapping[str, str]  # our leaf ("layers.q") -> their name, {layer}, {expert}
     untransposed: tuple[str, ...] = ("embed",)
+    moe_keys: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    moe_fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     block_length_key: str = "block_size"
     eos_token_ids: tuple[int, ...] = ()  # stop ids that no published file lists
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

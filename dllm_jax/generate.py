@@ -170,7 +170,13 @@ def load_config(name: str) -> ModelConfig:
     return HFCheckpoint(path).config
 
 
-def load(name: str = "demo", *, dtype: str = "auto", family: str | None = None) -> Model:
+def load(
+    name: str = "demo",
+    *,
+    dtype: str = "auto",
+    family: str | None = None,
+    mask_id: int | None = None,
+) -> Model:
     """Loads a model.
 
     Args:
@@ -179,6 +185,7 @@ def load(name: str = "demo", *, dtype: str = "auto", family: str | None = None) 
       dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on TPU and GPU,
         float32 on CPU.
       family: overrides what config.json says of the architecture (HF directories only).
+      mask_id: overrides the mask id (HF directories only).
 
     Returns:
       The model, on the default device.
@@ -192,11 +199,15 @@ def load(name: str = "demo", *, dtype: str = "auto", family: str | None = None) 
         raise ValueError(f"{dtype=} must be one of auto, {', '.join(DTYPES)}.")
     path = resolve_model_path(name)
     if (path / SIDECAR).exists():
+        if family is not None or mask_id is not None:
+            raise ValueError(
+                f"{family=} and {mask_id=} are fixed at conversion: {name} is converted."
+            )
         sidecar = read_sidecar(path)
         config = sidecar.config
         params = read_params(path, sidecar, DTYPES[dtype])
     else:
-        checkpoint = HFCheckpoint(path, family)
+        checkpoint = HFCheckpoint(path, family, mask_id)
         config = checkpoint.config
         params = read_hf_params(checkpoint, DTYPES[dtype])
     has_tokenizer = any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))

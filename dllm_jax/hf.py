@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from dllm_jax.config import Family, ModelConfig
 from dllm_jax.models import FAMILIES, resolve_family
-from dllm_jax.params import Params, leaf_paths
+from dllm_jax.params import Params, leaf_dtype, leaf_paths
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -43,13 +43,21 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """What one source tensor is in our tree."""
+class Part:
+    """Where rows of a source tensor belong in our tree."""
 
     leaf: str  # dotted path, such as `layers.q`
-    layer: int | None  # index into a stacked leaf
-    shape: tuple[int, ...]  # as published
+    index: tuple[int, ...]  # into a stacked leaf: layer, or layer and expert
+    rows: slice  # of the published tensor
     transpose: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What one source tensor is: its published shape, and its parts in our tree."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -174,12 +182,15 @@ def _tokenizer_ids(directory: Path) -> dict[str, int | None]:
 class HFCheckpoint:
     """A checkpoint directory whose headers agree with its index and its config."""
 
-    def __init__(self, directory: Path, family: str | None = None):
+    def __init__(
+        self, directory: Path, family: str | None = None, mask_id: int | None = None
+    ):
         """Opens a directory and reads headers only.
 
         Args:
           directory: holds config.json and safetensors.
           family: overrides what config.json says of the architecture.
+          mask_id: overrides the mask id.
 
         Raises:
           CheckpointError: everything that is wrong, in one message.
@@ -200,6 +211,7 @@ class HFCheckpoint:
                 generation,
                 _tokenizer_ids(directory),
                 name=str(hf_config.get("_name_or_path") or directory.resolve().name),
+                mask_id=mask_id,
             )
         except CheckpointError:
             raise
@@ -296,45 +308,60 @@ class HFCheckpoint:
           CheckpointError: if a value is not finite, before or after the cast.
         """
         info = leaf_paths(self.config)[leaf]
+        dtype = leaf_dtype(info, dtype)
         out = np.empty(info.shape, dtype)
         for name, source in self.sources.items():
-            if source.leaf != leaf:
-                continue
-            value = self.read(name)
-            value = value.T if source.transpose else value
-            target = out if source.layer is None else out[source.layer]
-            with np.errstate(over="ignore"):
-                target[...] = value.astype(dtype)
-            bad = target.size - int(np.isfinite(target).sum())
-            if bad:
-                own = value.size - int(np.isfinite(value).sum())
-                cause = (
-                    f"has {own} values that are not finite"
-                    if own
-                    else f"overflows {dtype} at {bad} values: choose another --dtype"
-                )
-                raise CheckpointError(f"{name} {cause}.")
+            for part in source.parts:
+                if part.leaf == leaf:
+                    self._read_part(name, part, out[part.index])
         return out
+
+    def _read_part(self, name: str, part: Part, target: np.ndarray) -> None:
+        with safe_open(self.tensors[name].file, framework="numpy") as file:
+            value = file.get_slice(name)[part.rows]
+        value = value.T if part.transpose else value
+        with np.errstate(over="ignore"):
+            target[...] = value.astype(target.dtype)
+        bad = target.size - int(np.isfinite(target).sum())
+        if bad:
+            own = value.size - int(np.isfinite(value).sum())
+            cause = (
+                f"has {own} values that are not finite"
+                if own
+                else f"overflows {target.dtype} at {bad} values: choose another --dtype"
+            )
+            raise CheckpointError(f"{name} {cause}.")
 
 
 def source_tensors(config: ModelConfig, family: Family) -> dict[str, Source]:
     """Every tensor of a published checkpoint of this config, by name."""
+    dense = config.dense_layers if config.moe else 0
     sources: dict[str, Source] = {}
     for leaf, info in leaf_paths(config).items():
         pattern = family.tensors[leaf]
-        stacked = leaf.startswith("layers.")
-        shape = info.shape[1:] if stacked else info.shape
+        stacked = [axis in ("layers", "experts") for axis in info.axes].count(True)
+        shape = info.shape[stacked:]
         transpose = len(shape) == 2 and leaf not in family.untransposed
         published = shape[::-1] if transpose else shape
-        for layer in range(config.num_layers) if stacked else (None,):
-            name = pattern.format(layer=layer)
-            sources[name] = Source(leaf, layer, published, transpose)
+        first_layer = dense if leaf.startswith("layers.") else 0
+        for index in np.ndindex(*info.shape[:stacked]):
+            layer, expert = (*index, 0, 0)[:2]
+            name = pattern.format(layer=layer + first_layer, expert=expert)
+            before = sources.get(name, Source((0, *published[1:]), ()))
+            rows = slice(before.shape[0], before.shape[0] + published[0])
+            part = Part(leaf, index, rows, transpose)
+            sources[name] = Source((rows.stop, *published[1:]), (*before.parts, part))
     return sources
 
 
 def hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     """A config.json from which `ModelConfig.from_hf` gives `config` back."""
     values = {keys[0]: getattr(config, ours) for ours, keys in family.config_keys.items()}
+    for ours, keys in family.moe_keys.items():
+        if ours == "shared_experts":
+            values[keys[0]] = config.moe.shared_ffw_dim // config.moe.ffw_dim
+        else:
+            values[keys[0]] = getattr(config.moe, ours)
     for key, allowed in family.supported.items():
         values[key] = allowed[0]
     return {
@@ -363,11 +390,13 @@ def export_hf(
             value = getattr(value, name)
         leaves[path] = value
     tensors = {}
+    infos = leaf_paths(config)
     for name, source in source_tensors(config, FAMILIES[family]).items():
-        value = leaves[source.leaf]
-        value = np.asarray(value if source.layer is None else value[source.layer])
-        value = value.T if source.transpose else value
-        tensors[name] = np.ascontiguousarray(value.astype(dtype))
+        target = leaf_dtype(infos[source.parts[0].leaf], dtype)
+        tensors[name] = np.empty(source.shape, target)
+        for part in source.parts:
+            value = np.asarray(leaves[part.leaf][part.index])
+            tensors[name][part.rows] = value.T if part.transpose else value
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(hf_config(config, FAMILIES[family]), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -376,6 +405,6 @@ def export_hf(
 def count_bytes(config: ModelConfig, dtype: np.dtype) -> int:
     """Bytes of all parameters in `dtype`."""
     return sum(
-        math.prod(info.shape) * np.dtype(dtype).itemsize
+        math.prod(info.shape) * leaf_dtype(info, dtype).itemsize
         for info in leaf_paths(config).values()
     )

@@ -15,25 +15,30 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return wide.astype(x.dtype) * weight
 
 
-def rope_tables(position: jax.Array, head_dim: int, theta: float):
-    """Cosine and sine, float32 `[B, T, H/2]`, of int32 positions `[B, T]`.
+def rope_tables(position: jax.Array, rotary_dim: int, theta: float):
+    """Cosine and sine, float32 `[B, T, rotary_dim/2]`, of int32 positions `[B, T]`.
 
     Angles stay float32: in bfloat16 positions above 256 would coincide.
     """
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    exponent = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
     inverse_frequency = 1.0 / (jnp.float32(theta) ** exponent)
     angle = position.astype(jnp.float32)[..., None] * inverse_frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates `[B, T, heads, H]` in halves (rotate_half), in float32, and casts back."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotates `[B, T, heads, H]` in halves (rotate_half), in float32, and casts back.
+
+    The tables cover the leading dimensions of a head; what lies behind passes through.
+    """
+    half = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second = wide[..., :half], wide[..., half : 2 * half]
     cos, sin = cos[:, :, None], sin[:, :, None]
-    rotated = jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
-    return rotated.astype(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        rotated.append(wide[..., 2 * half :])
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """The parameters of a model as one abstract tree, from which everything else derives.
 
 Letters in shapes: L layers, D embed, N query heads, K key/value heads, H head_dim,
-F feed-forward, V vocabulary. Matrices are stored [in, out], layers stacked in front.
+F feed-forward, E experts, V vocabulary. Matrices are stored [in, out], layers stacked in
+front.
 """
 
 import dataclasses
@@ -17,19 +18,27 @@ from dllm_jax.config import ModelConfig
 
 @struct.dataclass
 class LayerParams:
-    """All layers of a stack; leaves that a model does not have are None."""
+    """A stack of layers of one kind; leaves that a model does not have are None."""
 
     attn_norm: Any  # [L, D]
     q: Any  # [L, D, N*H]
     k: Any  # [L, D, K*H]
     v: Any  # [L, D, K*H]
+    q_bias: Any  # [L, N*H] or None
+    k_bias: Any  # [L, K*H] or None
+    v_bias: Any  # [L, K*H] or None
     o: Any  # [L, N*H, D]
     q_norm: Any  # [L, H] or None
     k_norm: Any  # [L, H] or None
     mlp_norm: Any  # [L, D]
-    gate: Any  # [L, D, F]
+    gate: Any  # [L, D, F], as up and down: of a dense layer, or of the shared expert
     up: Any  # [L, D, F]
     down: Any  # [L, F, D]
+    router: Any  # [L, D, E] or None
+    router_bias: Any  # [L, E] float32 or None
+    expert_gate: Any  # [L, E, D, F] or None
+    expert_up: Any  # [L, E, D, F] or None
+    expert_down: Any  # [L, E, F, D] or None
 
 
 @struct.dataclass
@@ -37,9 +46,15 @@ class Params:
     """A whole model."""
 
     embed: Any  # [V, D]
-    layers: LayerParams
+    dense_layers: LayerParams | None  # the leading dense layers of a mixture of experts
+    layers: LayerParams  # all others
     final_norm: Any  # [D]
     head: Any  # [D, V], or None when the embedding table is the head
+
+    @property
+    def stacks(self) -> tuple[LayerParams, ...]:
+        """The stacks of layers in the order in which they run."""
+        return tuple(s for s in (self.dense_layers, self.layers) if s is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,44 +64,68 @@ class ParamInfo:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # logical names, the input of sharding rules
     init_scale: float | None  # standard deviation, or None for ones (norm weights)
+    float32: bool = False  # kept in float32 whatever the dtype of the model
 
 
-def abstract_params(config: ModelConfig) -> Params:
-    """The tree of `ParamInfo` that describes every parameter of a model."""
-    layers, embed = config.num_layers, config.embed_dim
+def _abstract_stack(config: ModelConfig, layers: int, dense: bool) -> LayerParams:
+    embed, moe = config.embed_dim, None if dense else config.moe
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
 
-    def norm(size: int, axis: str | None) -> ParamInfo:
-        return ParamInfo((layers, size), ("layers", axis), None)
+    def vector(size: int, axis: str | None, scale=None, **kind) -> ParamInfo:
+        return ParamInfo((layers, size), ("layers", axis), scale, **kind)
 
     def matrix(rows: int, columns: int, axes: tuple[str, str], depth=1) -> ParamInfo:
         scale = 1.0 / math.sqrt(rows * depth)
         return ParamInfo((layers, rows, columns), ("layers", *axes), scale)
 
-    qk_norm = norm(config.head_dim, None) if config.qk_norm else None
-    residual_depth = 2 * layers
+    def experts(info: ParamInfo) -> ParamInfo:
+        shape = (layers, moe.num_experts, *info.shape[1:])
+        return ParamInfo(shape, ("layers", "experts", *info.axes[1:]), info.init_scale)
+
+    def network(width: int) -> tuple[ParamInfo, ParamInfo, ParamInfo]:
+        inward = matrix(embed, width, ("embed", "ffw"))
+        return inward, inward, matrix(width, embed, ("ffw", "embed"), residual_depth)
+
+    residual_depth = 2 * config.num_layers
+    qk_norm = vector(config.head_dim, None) if config.qk_norm else None
+    width = config.ffw_dim if moe is None else moe.shared_ffw_dim
+    gate, up, down = network(width) if width else (None, None, None)
+    routed = [experts(info) for info in network(moe.ffw_dim)] if moe else [None] * 3
+    biased = moe is not None and moe.selection_bias
+    return LayerParams(
+        attn_norm=vector(embed, "embed"),
+        q=matrix(embed, heads, ("embed", "q_heads")),
+        k=matrix(embed, kv_heads, ("embed", "kv_heads")),
+        v=matrix(embed, kv_heads, ("embed", "kv_heads")),
+        q_bias=vector(heads, "q_heads", 0.0) if config.qkv_bias else None,
+        k_bias=vector(kv_heads, "kv_heads", 0.0) if config.qkv_bias else None,
+        v_bias=vector(kv_heads, "kv_heads", 0.0) if config.qkv_bias else None,
+        o=matrix(heads, embed, ("q_heads", "embed"), residual_depth),
+        q_norm=qk_norm,
+        k_norm=qk_norm,
+        mlp_norm=vector(embed, "embed"),
+        gate=gate,
+        up=up,
+        down=down,
+        router=matrix(embed, moe.num_experts, ("embed", None)) if moe else None,
+        router_bias=vector(moe.num_experts, None, 0.0, float32=True) if biased else None,
+        expert_gate=routed[0],
+        expert_up=routed[1],
+        expert_down=routed[2],
+    )
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """The tree of `ParamInfo` that describes every parameter of a model."""
+    embed, dense = config.embed_dim, config.dense_layers if config.moe else 0
+    head = ParamInfo((embed, config.vocab_size), ("embed", "vocab"), 0.02)
     return Params(
         embed=ParamInfo((config.vocab_size, embed), ("vocab", "embed"), 0.02),
-        layers=LayerParams(
-            attn_norm=norm(embed, "embed"),
-            q=matrix(embed, heads, ("embed", "q_heads")),
-            k=matrix(embed, kv_heads, ("embed", "kv_heads")),
-            v=matrix(embed, kv_heads, ("embed", "kv_heads")),
-            o=matrix(heads, embed, ("q_heads", "embed"), residual_depth),
-            q_norm=qk_norm,
-            k_norm=qk_norm,
-            mlp_norm=norm(embed, "embed"),
-            gate=matrix(embed, config.ffw_dim, ("embed", "ffw")),
-            up=matrix(embed, config.ffw_dim, ("embed", "ffw")),
-            down=matrix(config.ffw_dim, embed, ("ffw", "embed"), residual_depth),
-        ),
+        dense_layers=_abstract_stack(config, dense, dense=True) if dense else None,
+        layers=_abstract_stack(config, config.num_layers - dense, dense=False),
         final_norm=ParamInfo((embed,), ("embed",), None),
-        head=(
-            None
-            if config.tied_head
-            else ParamInfo((embed, config.vocab_size), ("embed", "vocab"), 0.02)
-        ),
+        head=None if config.tied_head else head,
     )
 
 
@@ -97,9 +136,16 @@ def _map(fn, tree: Params) -> Params:
 def param_shapes(config: ModelConfig, dtype: Any, sharding: Any = None) -> Params:
     """The tree of `jax.ShapeDtypeStruct`, as restores and ahead-of-time lowering want."""
     return _map(
-        lambda info: jax.ShapeDtypeStruct(info.shape, dtype, sharding=sharding),
+        lambda info: jax.ShapeDtypeStruct(
+            info.shape, leaf_dtype(info, dtype), sharding=sharding
+        ),
         abstract_params(config),
     )
+
+
+def leaf_dtype(info: ParamInfo, dtype: Any) -> Any:
+    """The dtype of a leaf in a model of `dtype`."""
+    return jnp.dtype(jnp.float32) if info.float32 else jnp.dtype(dtype)
 
 
 def leaf_paths(config: ModelConfig) -> dict[str, ParamInfo]:
@@ -128,7 +174,7 @@ def init_params(config: ModelConfig, rng_key: jax.Array, dtype=jnp.float32) -> P
         if info.init_scale is None:
             return jnp.ones(info.shape, dtype)
         noise = jax.random.truncated_normal(keys[path], -3.0, 3.0, info.shape)
-        return (noise * info.init_scale).astype(dtype)
+        return (noise * info.init_scale).astype(leaf_dtype(info, dtype))
 
     return params_from_leaves(
         config, {path: init(path, info) for path, info in infos.items()}

@@ -5,6 +5,7 @@ Everything here is float32, and ties go to the lowest index.
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -32,19 +33,19 @@ def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.
       logits: `[..., V]`, already divided by the temperature.
       top_k: int32 scalar; logits tied with the k-th are kept; 0 keeps all.
       top_p: float32 scalar; a token is kept while the probability of those before it is
-        at most `top_p`, so the most probable one always is.
+        at most `top_p`, so the most probable one always is. Ties are in order of index.
     """
     vocab_size = logits.shape[-1]
-    ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    ordered = jnp.take_along_axis(logits, order, axis=-1)
     count = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
     kth = jnp.take(ordered, count - 1, axis=-1)[..., None]
-    logits = jnp.where(logits < kth, -jnp.inf, logits)
     ordered = jnp.where(ordered < kth, -jnp.inf, ordered)
     probability = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    kept = before <= top_p
-    lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where((logits < lowest) & (top_p < 1.0), -jnp.inf, logits)
+    kept = (before <= top_p) | (top_p >= 1.0)
+    ordered = jnp.where(kept, ordered, -jnp.inf)
+    return jnp.take_along_axis(ordered, jnp.argsort(order, axis=-1), axis=-1)
 
 
 def propose(
@@ -71,12 +72,15 @@ def propose(
     Returns:
       The proposals.
     """
+    chex.assert_type(logits, jnp.float32)
     sampled = rng_keys is not None
     if sampled:
         logits = logits / knobs.temperature
     log_normaliser = jax.nn.logsumexp(logits, axis=-1)
     is_mask = jnp.arange(logits.shape[-1], dtype=jnp.int32) == mask_id
-    allowed = jnp.where(is_mask, -jnp.inf, logits)
+    # Whatever the other logits are, even -inf, the mask token ranks below them.
+    finite = jnp.maximum(logits, jnp.finfo(logits.dtype).min)
+    allowed = jnp.where(is_mask, -jnp.inf, finite)
     if sampled:
         choice = filter_logits(allowed, knobs.top_k, knobs.top_p) if filtered else allowed
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(

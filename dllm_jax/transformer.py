@@ -10,6 +10,7 @@ from dllm_jax.attention import attend
 from dllm_jax.cache import KVCache
 from dllm_jax.config import ModelConfig
 from dllm_jax.layers import apply_rope, rms_norm, rope_tables, swiglu
+from dllm_jax.moe import mixture
 from dllm_jax.params import LayerParams, Params
 from kernels_pallas import TokenFields
 
@@ -44,30 +45,44 @@ def forward(
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, *fields])
     batch, num_tokens = tokens.shape
-    cos, sin = rope_tables(fields.position, config.head_dim, config.rope_theta)
+    rotary_dim = int(config.head_dim * config.rotary_fraction)
+    cos, sin = rope_tables(fields.position, rotary_dim, config.rope_theta)
 
-    def heads(x, weight, norm):  # [B, T, D] -> [B, T, heads, H]
-        x = (x @ weight).reshape(batch, num_tokens, -1, config.head_dim)
+    def heads(x, weight, bias, norm):  # [B, T, D] -> [B, T, heads, H]
+        x = x @ weight if bias is None else x @ weight + bias
+        x = x.reshape(batch, num_tokens, -1, config.head_dim)
         return x if norm is None else rms_norm(x, norm, config.norm_eps)
 
     def layer_step(x, xs: tuple[LayerParams, jax.Array]):
         layer, index = xs
         with jax.named_scope("attention"):
             y = rms_norm(x, layer.attn_norm, config.norm_eps)
-            q = apply_rope(heads(y, layer.q, layer.q_norm), cos, sin)
-            k = apply_rope(heads(y, layer.k, layer.k_norm), cos, sin).swapaxes(1, 2)
-            v = heads(y, layer.v, None).swapaxes(1, 2)
+            q = apply_rope(heads(y, layer.q, layer.q_bias, layer.q_norm), cos, sin)
+            k = apply_rope(heads(y, layer.k, layer.k_bias, layer.k_norm), cos, sin)
+            k = k.swapaxes(1, 2)
+            v = heads(y, layer.v, layer.v_bias, None).swapaxes(1, 2)
             out = attend(q, k, v, fields, cache, index)
             x = x + out.reshape(batch, num_tokens, -1) @ layer.o
         with jax.named_scope("mlp"):
             y = rms_norm(x, layer.mlp_norm, config.norm_eps)
-            x = x + swiglu(y, layer.gate, layer.up, layer.down)
+            if layer.router is None:
+                x = x + swiglu(y, layer.gate, layer.up, layer.down)
+            else:
+                x = x + mixture(y, layer, config.moe)
         return x, (k, v)
 
     with jax.named_scope("embed"):
         x = params.embed[tokens]
-    index = jnp.arange(config.num_layers, dtype=jnp.int32)
-    x, (k, v) = jax.lax.scan(layer_step, x, (params.layers, index))
+    fresh, first = [], 0
+    for stack in params.stacks:
+        depth = stack.attn_norm.shape[0]
+        index = jnp.arange(first, first + depth, dtype=jnp.int32)
+        x, keys_values = jax.lax.scan(layer_step, x, (stack, index))
+        fresh.append(keys_values)
+        first += depth
+    k, v = fresh[0]
+    if len(fresh) > 1:
+        k, v = (jnp.concatenate(parts) for parts in zip(*fresh, strict=True))
     hidden = rms_norm(x, params.final_norm, config.norm_eps)
     return ForwardOutput(hidden, k, v)
 

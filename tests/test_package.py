@@ -13,6 +13,7 @@ LAYERS = (
     "config",
     "params",
     "layers",
+    "moe",
     "cache",
     "layouts",
     "attention",
@@ -64,7 +65,7 @@ def test_arrows_go_one_way():
 def test_the_core_knows_no_family():
     families = [path.stem for path in (ROOT / "dllm_jax" / "models").glob("[a-z]*.py")]
     assert families
-    for module in ("params", "layers", "cache", "attention", "transformer", "layouts"):
+    for module in ("params", "layers", "moe", "cache", "attention", "transformer", "layouts"):
         tree = ast.parse((ROOT / "dllm_jax" / f"{module}.py").read_text("utf-8"))
         names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
         names |= {

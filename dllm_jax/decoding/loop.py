@@ -43,6 +43,7 @@ def run(step: StepFn, state: DecodeState, pause: jax.Array) -> DecodeState:
 def run_in_python(step: StepFn, state: DecodeState) -> list[DecodeState]:
     """The same loop in Python, with every state: for debuggers and tests."""
     states = [state]
-    while not bool(jnp.all(states[-1].done)):
+    most_steps = 2 * state.canvas.shape[1]
+    while not bool(jnp.all(states[-1].done)) and len(states) <= most_steps:
         states.append(step(states[-1]))
     return states

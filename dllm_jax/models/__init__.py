@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dllm_jax.config import Family
-from dllm_jax.models import llada, sdar
+from dllm_jax.models import dream, fast_dllm_v2, llada, llada2, sdar, sdar_moe
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (sdar, llada)
+    module.FAMILY.name: module.FAMILY
+    for module in (sdar, sdar_moe, llada, dream, fast_dllm_v2, llada2)
 }
 
 

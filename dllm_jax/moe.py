@@ -1,0 +1,74 @@
+"""Mixture of experts: routing in float32 and one grouped matrix product an expert layer."""
+
+import jax
+import jax.numpy as jnp
+
+from dllm_jax.config import MoEConfig
+from dllm_jax.layers import swiglu
+from dllm_jax.params import LayerParams
+
+
+def route(
+    x: jax.Array, router: jax.Array, bias: jax.Array | None, config: MoEConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts for each token.
+
+    Everything is float32: near ties decide which expert runs. With groups, a group's
+    score is the sum of its two best experts (specs, LLaDA2 section 4, router).
+
+    Args:
+      x: `[M, D]` tokens after the norm.
+      router: `[D, E]`.
+      bias: float32 `[E]` added for the choice only, or None.
+      config: static.
+
+    Returns:
+      expert ids int32 `[M, k]` and weights float32 `[M, k]`.
+    """
+    logit = jnp.dot(
+        x.astype(jnp.float32),
+        router.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    if config.scoring == "softmax":
+        score = jax.nn.softmax(logit, axis=-1)
+    else:
+        score = jax.nn.sigmoid(logit)
+    ranked = score if bias is None else score + bias
+    if config.num_groups > 1:
+        grouped = ranked.reshape(ranked.shape[0], config.num_groups, -1)
+        group_score = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        _, best = jax.lax.top_k(group_score, config.groups_per_token)
+        groups = jnp.arange(config.num_groups, dtype=jnp.int32)
+        eligible = jnp.any(best[:, :, None] == groups, axis=1)
+        ranked = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
+    _, expert = jax.lax.top_k(ranked, config.experts_per_token)
+    weight = jnp.take_along_axis(score, expert, axis=-1)
+    if config.normalise and config.experts_per_token > 1:
+        weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
+    return expert.astype(jnp.int32), weight * jnp.float32(config.scale)
+
+
+def mixture(x: jax.Array, layer: LayerParams, config: MoEConfig) -> jax.Array:
+    """The feed-forward part of a layer with experts, `[B, T, D]` to `[B, T, D]`.
+
+    Tokens are sorted by expert and each matrix is one `ragged_dot`; the routed outputs
+    are added up in float32.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    expert, weight = route(tokens, layer.router, layer.router_bias, config)
+    order = jnp.argsort(expert.reshape(-1), stable=True)
+    sizes = jnp.sum(
+        expert.reshape(-1, 1) == jnp.arange(config.num_experts, dtype=jnp.int32),
+        axis=0,
+        dtype=jnp.int32,
+    )
+    rows = tokens[order // config.experts_per_token]
+    gate = jax.lax.ragged_dot(rows, layer.expert_gate, sizes)
+    up = jax.lax.ragged_dot(rows, layer.expert_up, sizes)
+    out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, layer.expert_down, sizes)
+    out = out[jnp.argsort(order)].reshape(*expert.shape, -1).astype(jnp.float32)
+    mixed = jnp.sum(out * weight[..., None], axis=1).astype(x.dtype).reshape(x.shape)
+    if layer.gate is None:
+        return mixed
+    return mixed + swiglu(x, layer.gate, layer.up, layer.down)
