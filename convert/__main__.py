@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 for a mistake of the user (bad source, bad destination), 1
 import argparse
 import re
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ from dllm_jax.hf import CheckpointError, HFCheckpoint, count_bytes
 from dllm_jax.models import FAMILIES
 from dllm_jax.params import count_params
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
@@ -50,7 +52,8 @@ def _fetch(source: str, revision: str | None) -> tuple[Path, str | None]:
 def _commit_of(path: Path) -> str | None:
     """The commit in the path of a hub cache, .../snapshots/COMMIT."""
     resolved = path.resolve()
-    return resolved.name if resolved.parent.name == "snapshots" else None
+    is_snapshot = resolved.parent.name == "snapshots" and _COMMIT.fullmatch(resolved.name)
+    return resolved.name if is_snapshot else None
 
 
 def _dtype_name(source: HFCheckpoint) -> str:
@@ -65,7 +68,8 @@ def _dtype_name(source: HFCheckpoint) -> str:
 def _convert(args: argparse.Namespace, console: Console) -> None:
     started = time.perf_counter()
     directory, revision = _fetch(args.source, args.revision)
-    source = HFCheckpoint(directory, args.family, args.mask_id)
+    name = None if Path(args.source).is_dir() else args.source
+    source = HFCheckpoint(directory, args.family, args.mask_id, name)
     dtype = args.dtype or _dtype_name(source)
     size = count_bytes(source.config, DTYPES[dtype])
     with _progress(console, "converting", size) as advance:
@@ -76,7 +80,7 @@ def _convert(args: argparse.Namespace, console: Console) -> None:
     seconds = time.perf_counter() - started
     print(
         f"{args.destination}: {source.family.name}, {count_params(source.config):,} "
-        f"parameters, {size:,} bytes, {source.dtype} -> {dtype}, verified; "
+        f"parameters, {size:,} bytes, {source.dtypes} -> {dtype}, verified; "
         f"peak RAM {peak / 1e9:.2f} GB, {seconds:.1f} s ({size / seconds / 1e6:.0f} MB/s)"
     )
 
@@ -131,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = _parser().parse_args(argv)
+    # A job that is told to end cleans up as an interrupted one does.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(stderr=True)
     try:
         if args.source == "verify" and not Path("verify").is_dir():
@@ -143,6 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("convert: interrupted, nothing was written", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

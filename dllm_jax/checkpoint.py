@@ -8,6 +8,7 @@ A leaf each, so that writing and reading hold one leaf of host memory at a time,
 restore places each shard where it belongs.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -29,16 +30,6 @@ from dllm_jax.params import Params, leaf_dtype, leaf_paths, params_from_leaves
 
 SIDECAR = "dllm.json"
 FORMAT_VERSION = 1
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -89,8 +80,11 @@ def read_sidecar(directory: Path) -> Sidecar:
     try:
         values["config"] = ModelConfig.from_dict(values["config"])
         values["tokenizer_files"] = tuple(values["tokenizer_files"])
+        values["checksums"] = dict(values["checksums"])
+        if values["dtype"] not in DTYPES:
+            raise ValueError(f"dtype={values['dtype']!r}")
         return Sidecar(**values)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{directory / SIDECAR} is damaged: {error}.") from None
 
 
@@ -125,12 +119,13 @@ def write_checkpoint(
     """
     _quiet_orbax()
     destination = destination.resolve()
-    if destination.exists():
-        raise CheckpointError(
-            f"{destination} exists: choose another destination or remove it."
-        )
     partial = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
+        if destination.exists():
+            raise CheckpointError(
+                f"{destination} exists: choose another destination or remove it."
+            )
+        new_parents = [p for p in partial.parents if not p.exists()]
         partial.mkdir(parents=True)
     except OSError as error:
         reason = error.strerror or error
@@ -146,35 +141,44 @@ def write_checkpoint(
                 checkpointer.save(partial / "params" / leaf, {"value": value})
                 checkpointer.wait_until_finished()
                 progress(leaf, value.nbytes)
-        files = tuple(f for f in TOKENIZER_FILES if (source.directory / f).is_file())
-        for file in files:
+        for file in source.tokenizer_files:
             shutil.copyfile(source.directory / file, partial / file)
         sidecar = Sidecar(
-            source.config, source.family.name, dtype, name, revision, checksums, files
+            source.config,
+            source.family.name,
+            dtype,
+            name,
+            revision,
+            checksums,
+            source.tokenizer_files,
         )
         (partial / SIDECAR).write_text(sidecar.to_json(), encoding="utf-8")
         verify_checkpoint(partial)
         partial.rename(destination)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        reason = error.strerror or error
+        for parent in new_parents:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        # Orbax's writers report a full disk as one of several types.
+        if isinstance(error, CheckpointError) or not isinstance(
+            error, OSError | ValueError | RuntimeError
+        ):
+            raise
+        reason = getattr(error, "strerror", None) or _first_line(error)
         raise CheckpointError(f"writing {destination} failed: {reason}.") from None
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return sidecar
 
 
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+
+
 def _restore_leaf(directory: Path, leaf: str, shape: jax.ShapeDtypeStruct) -> Any:
+    """One array; damaged data makes Orbax raise anything."""
     with ocp.StandardCheckpointer() as checkpointer:
         path = (directory / "params" / leaf).resolve()
-        try:
-            return checkpointer.restore(path, {"value": shape})["value"]
-        except (OSError, ValueError, KeyError) as error:
-            line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(
-                f"{directory}: {leaf} cannot be restored ({line}): convert again."
-            ) from None
+        return checkpointer.restore(path, {"value": shape})["value"]
 
 
 def verify_checkpoint(
@@ -183,12 +187,15 @@ def verify_checkpoint(
     """Reads every leaf back and compares its bytes with the sidecar's checksum."""
     _quiet_orbax()
     sidecar = read_sidecar(directory)
-    damaged = []
+    damaged = [f for f in sidecar.tokenizer_files if not (directory / f).is_file()]
     for leaf, info in leaf_paths(sidecar.config).items():
-        shape = jax.ShapeDtypeStruct(
-            info.shape, leaf_dtype(info, DTYPES[sidecar.dtype]), sharding=_one_device()
-        )
-        value = np.asarray(_restore_leaf(directory, leaf, shape))
+        dtype = leaf_dtype(info, DTYPES[sidecar.dtype])
+        shape = jax.ShapeDtypeStruct(info.shape, dtype, sharding=_one_device())
+        try:
+            value = np.asarray(_restore_leaf(directory, leaf, shape))
+        except Exception as error:
+            damaged.append(f"{leaf} ({_first_line(error)})")
+            continue
         if _checksum(value) != sidecar.checksums.get(leaf):
             damaged.append(leaf)
         progress(leaf, value.nbytes)
@@ -207,16 +214,18 @@ def _one_device() -> jax.sharding.Sharding:
 def read_params(directory: Path, sidecar: Sidecar, dtype: Any) -> Params:
     """Restores a converted checkpoint in `dtype`, leaf by leaf."""
     _quiet_orbax()
-    leaves = {
-        leaf: _restore_leaf(
-            directory,
-            leaf,
-            jax.ShapeDtypeStruct(
-                info.shape, leaf_dtype(info, dtype), sharding=_one_device()
-            ),
+    leaves = {}
+    for leaf, info in leaf_paths(sidecar.config).items():
+        shape = jax.ShapeDtypeStruct(
+            info.shape, leaf_dtype(info, dtype), sharding=_one_device()
         )
-        for leaf, info in leaf_paths(sidecar.config).items()
-    }
+        try:
+            leaves[leaf] = _restore_leaf(directory, leaf, shape)
+        except Exception as error:
+            raise CheckpointError(
+                f"{directory}: {leaf} cannot be restored ({_first_line(error)}): "
+                "convert the checkpoint again."
+            ) from None
     return params_from_leaves(sidecar.config, leaves)
 
 

@@ -1,8 +1,37 @@
 """What a model is: sizes, switches and special ids, independent of where it came from."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
+
+_SIZES = (
+    "vocab_size",
+    "num_layers",
+    "embed_dim",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffw_dim",
+    "max_positions",
+    "block_length",
+)
+_FLOATS = ("rope_theta", "norm_eps", "rotary_fraction", "scale")
+_SWITCHES = ("tied_head", "normalise", "selection_bias")
+
+
+def _wrong_kind(field: str, value: Any) -> str | None:
+    """What a published value ought to be, or None if it is that."""
+    number = type(value) in (int, float)
+    if field in _SWITCHES:
+        return None if type(value) is bool else "true or false"
+    if field in _FLOATS:
+        return None if number and value > 0 else "a number above 0"
+    if field == "mask_id":  # its range is the vocabulary, checked by the config
+        return None if type(value) is int else "a whole number"
+    least = 1 if field in _SIZES else 0
+    right = type(value) is int and value >= least
+    return None if right else f"a whole number of at least {least}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +96,14 @@ class ModelConfig:
     bos_id: int | None = None
 
     def __post_init__(self):
+        for name in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        if not 0 <= self.dense_layers < self.num_layers:
+            raise ValueError(
+                f"dense_layers={self.dense_layers} must be in [0, {self.num_layers})."
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of "
@@ -75,6 +112,8 @@ class ModelConfig:
         ids = {"mask_id": self.mask_id, "pad_id": self.pad_id, "bos_id": self.bos_id}
         ids |= {f"eos_ids[{i}]": eos for i, eos in enumerate(self.eos_ids)}
         for name, value in ids.items():
+            if value is not None and type(value) is not int:
+                raise ValueError(f"{name}={value!r} must be a whole number.")
             if value is not None and not 0 <= value < self.vocab_size:
                 raise ValueError(
                     f"{name}={value} is outside the vocabulary of {self.vocab_size}."
@@ -123,30 +162,38 @@ class ModelConfig:
           generation: the parsed generation_config.json, if any.
           tokenizer: `{"eos_id": .., "pad_id": .., "bos_id": .., "mask_id": ..}` as the
             tokenizer has them, if known.
-          name: the checkpoint's name; some families tell the block length only there.
+          name: what the checkpoint is called; some families tell the block length only
+            there, as in `-b16`. After it counts the config's own `_name_or_path`.
           mask_id: overrides what the files and the family say.
 
         Returns:
           The config. End-of-sequence ids are the union of all three sources.
 
         Raises:
-          ValueError: for a missing key, or a value that this library does not implement.
+          ValueError: all missing keys, and all values that are no numbers or that this
+            library does not implement, in one line.
         """
         generation, tokenizer = generation or {}, tokenizer or {}
-        for key, allowed in family.supported.items():
-            if key in hf and hf[key] not in allowed:
-                raise ValueError(
-                    f"config.json has {key}={hf[key]!r}; {family.name} checkpoints are "
-                    f"supported with {' or '.join(repr(a) for a in allowed)} only."
-                )
+        problems = [
+            f"config.json has {key}={hf[key]!r}; {family.name} checkpoints are supported "
+            f"with {' or '.join(repr(value) for value in allowed)} only"
+            for key, allowed in family.supported.items()
+            if key in hf and hf[key] not in allowed
+        ]
         missing: list[str] = []
 
         def read(table: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
             found = {}
             for field, keys in table.items():
-                given = [hf[key] for key in keys if hf.get(key) is not None]
+                given = [key for key in keys if hf.get(key) is not None]
                 if given:
-                    found[field] = given[0]
+                    found[field] = hf[given[0]]
+                    wanted = _wrong_kind(field, found[field])
+                    if wanted:
+                        problems.append(
+                            f"config.json has {given[0]}={found[field]!r}, which must be "
+                            f"{wanted}"
+                        )
                 elif field in family.defaults:
                     found[field] = family.defaults[field]
                 else:
@@ -156,7 +203,9 @@ class ModelConfig:
         values: dict[str, Any] = {**family.fixed, **read(family.config_keys)}
         moe = {**family.moe_fixed, **read(family.moe_keys)}
         if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}.")
+            problems.append(f"config.json lacks {', '.join(missing)}")
+        if problems:
+            raise ValueError(f"{'. '.join(problems)}.")
         if moe:
             # Published as a number of shared experts, each as wide as a routed one.
             moe["shared_ffw_dim"] = moe.pop("shared_experts", 0) * moe["ffw_dim"]
@@ -166,9 +215,10 @@ class ModelConfig:
         if values.get("head_dim") is None:
             values["head_dim"] = values["embed_dim"] // values["num_heads"]
         if hf.get(family.block_length_key) is None:
-            suffix = name.rstrip("/").rsplit("-b", 1)[-1]
-            if suffix.isdigit() and int(suffix) > 0:
-                values["block_length"] = int(suffix)
+            names = (name, str(hf.get("_name_or_path")))
+            suffixes = [re.search(r"-b([1-9]\d*)/*$", text) for text in names]
+            lengths = [int(found[1]) for found in suffixes if found]
+            values["block_length"] = (lengths or [values["block_length"]])[0]
 
         eos: list[int] = []
         for source in (generation, hf, {"eos_token_id": tokenizer.get("eos_id")}):

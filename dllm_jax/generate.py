@@ -28,6 +28,7 @@ from dllm_jax.decoding.base import DecodeInputs, DecodeState, ModelFns
 from dllm_jax.hf import CheckpointError, HFCheckpoint
 from dllm_jax.params import Params
 from dllm_jax.settings import (
+    canonical_names,
     describe_settings,
     find_decoder,
     find_preset,
@@ -234,13 +235,13 @@ def plan(
     chosen.pop("decoder", None)
     method = find_decoder(name)
     given = {key: value for key, value in settings.items() if value is not None}
+    given = {**chosen, **canonical_names(method, given)}
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be a whole number of at least 1.")
-    resolved = resolve_settings(method, config, {**chosen, **given})
+    resolved = resolve_settings(method, config, given)
     if steps is not None:
-        per_block = _steps_per_block(steps, max_new_tokens, given, resolved)
-        given["denoising_steps"] = per_block
-        resolved = resolve_settings(method, config, {**chosen, **given})
+        given["denoising_steps"] = _steps_per_block(steps, max_new_tokens, given, resolved)
+        resolved = resolve_settings(method, config, given)
     seeds = (seed,) if isinstance(seed, int) else tuple(seed)
     if not all(type(s) is int and 0 <= s < 2**32 for s in seeds):
         raise ValueError(f"{seed=} must be in [0, 2**32).")
@@ -258,10 +259,12 @@ def plan(
 
 def _steps_per_block(steps: int, max_new_tokens: int, given: dict, resolved: Any) -> int:
     """Denoising steps of one block, from the number of steps in all."""
-    if "denoising_steps" in given or "steps_per_block" in given:
+    if "denoising_steps" in given:
         raise ValueError(
             f"{steps=} (in all) and denoising_steps (per block) are both given: choose one."
         )
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"{steps=} must be a whole number of at least 1.")
     per_block, rest = divmod(steps * resolved.block_length, max_new_tokens)
     if per_block < 1 or rest:
         raise ValueError(
@@ -463,7 +466,7 @@ def run_plan(
     prompts: Sequence[Prompt],
     batch_size: int | None = None,
 ) -> list[Output]:
-    """Decodes prompts as `request` says; as `generate`, with the settings checked before."""
+    """Decodes prompts as `request` says; as `generate` after its settings are checked."""
     rows = _encode_all(model, request, prompts)
     size = batch_size or max(len(rows), 1)
     outputs: list[Output] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dllm_jax.config import Family, ModelConfig
@@ -27,6 +27,17 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _LFS_MARK = b"version https://git-lfs"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 
 
 class CheckpointError(ValueError):
@@ -63,52 +74,55 @@ class Source:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; raises CheckpointError with the path if it is not one."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
+        if raw.startswith(_LFS_MARK):
+            raise CheckpointError(f"{path} is {_POINTER}")
+        value = json.loads(raw.decode("utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object.")
     return value
 
 
+_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull`."
+
+
 def _read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file, checked against the file's size."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8 + 64)
-        if start.startswith(_LFS_MARK):
-            raise CheckpointError(
-                f"{path.name} is a Git LFS pointer, not the weights: run `git lfs pull`."
-            )
-        if size < 8:
-            raise CheckpointError(f"{path.name} is truncated: {size} bytes.")
-        header_size = int.from_bytes(start[:8], "little")
-        if header_size > 100_000_000 or not start[8:9] == b"{":
-            raise CheckpointError(f"{path.name} is not a safetensors file.")
-        if size < 8 + header_size:
-            raise CheckpointError(
-                f"{path.name} is truncated inside its header: download it again."
-            )
-        file.seek(8)
-        raw = file.read(header_size)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8 + 64)
+            if start.startswith(_LFS_MARK):
+                raise CheckpointError(f"{path.name} is {_POINTER}")
+            if size < 8:
+                raise CheckpointError(
+                    f"{path.name} is truncated: {size} bytes; download it again."
+                )
+            header_size = int.from_bytes(start[:8], "little")
+            if header_size > 100_000_000 or start[8:9] != b"{":
+                raise CheckpointError(f"{path.name} is not a safetensors file.")
+            if size < 8 + header_size:
+                raise CheckpointError(
+                    f"{path.name} is truncated inside its header: download it again."
+                )
+            file.seek(8)
+            raw = file.read(header_size)
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {error.strerror or error}.") from None
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
+        tensors = {name: _tensor(path, name, entry) for name, entry in header.items()}
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        tensors = {}
-        for name, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
-                raise CheckpointError(
-                    f"{path.name} stores {name} as {entry['dtype']}; supported are "
-                    f"{', '.join(_DTYPES)}."
-                )
-            dtype = _DTYPES[entry["dtype"]]
-            tensors[name] = Tensor(path, tuple(entry["shape"]), dtype)
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path.name} has a broken safetensors header: {error!r}."
         ) from None
@@ -117,7 +131,28 @@ def _read_header(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path.name} is truncated: {size:,} of {expected:,} bytes; download it again."
         )
+    if size > expected:
+        raise CheckpointError(
+            f"{path.name} is damaged: {size:,} bytes where its header says "
+            f"{expected:,}; download it again."
+        )
     return tensors
+
+
+def _tensor(path: Path, name: str, entry: dict[str, Any]) -> Tensor:
+    """One entry of a header; raises ValueError and its like if it is none."""
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(
+            f"{path.name} stores {name} as {entry['dtype']}; supported are "
+            f"{', '.join(_DTYPES)}."
+        )
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+        raise ValueError(f"{name} has shape {shape} at {begin} to {end}")
+    dtype = _DTYPES[entry["dtype"]]
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError(f"{name} of shape {shape} has {end - begin} bytes")
+    return Tensor(path, shape, dtype)
 
 
 def _shard_names(directory: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -146,11 +181,6 @@ def _shard_names(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     return names, None
 
 
-def _summary(names: list[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
 def _special_id(value: Any, vocabulary: Mapping[str, int]) -> int | None:
     token = value.get("content") if isinstance(value, dict) else value
     return vocabulary.get(token) if isinstance(token, str) else None
@@ -168,8 +198,13 @@ def _tokenizer_ids(directory: Path) -> dict[str, int | None]:
             vocabulary[entry.get("content")] = int(key)
     tokenizer_path = directory / "tokenizer.json"
     if tokenizer_path.exists():
-        added = read_json(tokenizer_path).get("added_tokens") or []
-        vocabulary |= {e["content"]: e["id"] for e in added if isinstance(e, dict)}
+        tokenizer = read_json(tokenizer_path)
+        plain = (tokenizer.get("model") or {}).get("vocab")
+        if isinstance(plain, dict):
+            vocabulary = {**plain, **vocabulary}
+        for entry in tokenizer.get("added_tokens") or []:
+            if isinstance(entry, dict) and type(entry.get("id")) is int:
+                vocabulary[entry.get("content")] = entry["id"]
     names = {
         "eos_id": "eos_token",
         "pad_id": "pad_token",
@@ -183,7 +218,11 @@ class HFCheckpoint:
     """A checkpoint directory whose headers agree with its index and its config."""
 
     def __init__(
-        self, directory: Path, family: str | None = None, mask_id: int | None = None
+        self,
+        directory: Path,
+        family: str | None = None,
+        mask_id: int | None = None,
+        name: str | None = None,
     ):
         """Opens a directory and reads headers only.
 
@@ -191,6 +230,7 @@ class HFCheckpoint:
           directory: holds config.json and safetensors.
           family: overrides what config.json says of the architecture.
           mask_id: overrides the mask id.
+          name: what the checkpoint is called, if not as its directory (a hub id).
 
         Raises:
           CheckpointError: everything that is wrong, in one message.
@@ -210,89 +250,105 @@ class HFCheckpoint:
                 self.family,
                 generation,
                 _tokenizer_ids(directory),
-                name=str(hf_config.get("_name_or_path") or directory.resolve().name),
+                name=name or directory.resolve().name,
                 mask_id=mask_id,
             )
         except CheckpointError:
             raise
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{directory}: {error}") from None
-        self.tensors = self._read_headers()
+        self.tokenizer_files = tuple(
+            file for file in TOKENIZER_FILES if (directory / file).is_file()
+        )
         self.sources = source_tensors(self.config, self.family)
-        self._check()
+        self.tensors: dict[str, Tensor] = {}
+        problems = self._read_headers()
+        problems += self._compare()
+        if problems:
+            raise CheckpointError(
+                f"{directory} is no {self.family.name} checkpoint as its config "
+                f"describes it: {' '.join(problems)}"
+            )
 
-    def _read_headers(self) -> dict[str, Tensor]:
+    def _read_headers(self) -> list[str]:
+        """Reads every file's header; returns what is wrong with the files."""
+        problems = []
+        for file in self.tokenizer_files:
+            with (self.directory / file).open("rb") as stream:
+                if stream.read(len(_LFS_MARK)) == _LFS_MARK:
+                    problems.append(f"{file} is {_POINTER}")
         names, weight_map = _shard_names(self.directory)
         absent = [name for name in names if not (self.directory / name).is_file()]
         if absent:
-            raise CheckpointError(
-                f"{self.directory} lacks {len(absent)} of {len(names)} weight files that "
-                f"its index names: {_summary(absent)}. Was the download interrupted?"
+            problems.append(
+                f"{len(absent)} of {len(names)} weight files that the index names are "
+                f"not there: {', '.join(absent)}. Was the download interrupted?"
             )
-        tensors: dict[str, Tensor] = {}
-        problems, duplicates, stale = [], [], []
+        duplicates, stale = set(), set()
         for name in names:
+            if name in absent:
+                continue
             try:
                 header = _read_header(self.directory / name)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
-            duplicates += sorted(set(header) & set(tensors))
-            tensors |= header
+            duplicates |= set(header) & set(self.tensors)
+            self.tensors |= header
             if weight_map is not None:
-                promised = {t for t, f in weight_map.items() if f == name}
-                stale += sorted(promised ^ set(header))
-        if problems:
-            raise CheckpointError(f"{self.directory}: {' '.join(problems)}")
+                stale |= {t for t, f in weight_map.items() if f == name} ^ set(header)
+        self._unreadable = bool(problems)
         if duplicates:
-            raise CheckpointError(
-                f"{self.directory} stores tensors twice: {_summary(duplicates)}."
-            )
+            problems.append(f"stored twice: {', '.join(sorted(duplicates))}.")
         if stale:
-            raise CheckpointError(
-                f"the index of {self.directory} disagrees with its files about "
-                f"{_summary(sorted(set(stale)))}: download both again."
+            problems.append(
+                f"the index disagrees with the files about {', '.join(sorted(stale))}: "
+                "download both again."
             )
-        return tensors
+        return problems
 
-    def _check(self) -> None:
+    def _compare(self) -> list[str]:
         """Both directions: all that is missing, unexpected or of a wrong shape."""
         expected = dict(self.sources)
         problems = []
-        if self.config.tied_head:
-            head, table = self.family.tensors["head"], self.family.tensors["embed"]
-            if head in self.tensors and table in self.tensors:
-                if not np.array_equal(
-                    self.read(head).view(np.uint8), self.read(table).view(np.uint8)
-                ):
-                    problems.append(
-                        f"the config ties the head to the embedding, but {head} differs "
-                        f"from {table}"
-                    )
-                expected[head] = expected[table]
+        head, table = self.family.tensors["head"], self.family.tensors["embed"]
+        if self.config.tied_head and head in self.tensors:
+            expected[head] = expected[table]
         missing = sorted(set(expected) - set(self.tensors))
         unexpected = sorted(set(self.tensors) - set(expected))
-        shapes = [
-            f"{name} is {list(tensor.shape)}, not {list(expected[name].shape)}"
+        shapes = {
+            name: f"{name} is {list(tensor.shape)}, not {list(expected[name].shape)}"
             for name, tensor in sorted(self.tensors.items())
             if name in expected and tensor.shape != expected[name].shape
-        ]
-        if missing:
-            problems.append(f"missing tensors: {', '.join(missing)}")
+        }
+        # What an unreadable file holds is not known to be missing.
+        if missing and not self._unreadable:
+            problems.append(f"missing tensors: {', '.join(missing)}.")
         if unexpected:
-            problems.append(f"unexpected tensors: {', '.join(unexpected)}")
+            problems.append(f"unexpected tensors: {', '.join(unexpected)}.")
         if shapes:
-            problems.append(f"wrong shapes: {'; '.join(shapes)}")
-        if problems:
-            raise CheckpointError(
-                f"{self.directory} is no {self.family.name} checkpoint as its config "
-                f"describes it: {'. '.join(problems)}."
-            )
+            problems.append(f"wrong shapes: {'; '.join(shapes.values())}.")
+        both = {head, table}
+        if head in expected and expected[head] is expected.get(table):
+            known = both <= set(self.tensors) and not both & set(shapes)
+            if known and not np.array_equal(
+                self.read(head).astype(np.float32), self.read(table).astype(np.float32)
+            ):
+                problems.append(
+                    f"the config ties the head to the embedding, but {head} differs "
+                    f"from {table}."
+                )
+        return problems
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype in which the embedding table is stored."""
         return self.tensors[self.family.tensors["embed"]].dtype
+
+    @property
+    def dtypes(self) -> str:
+        """All dtypes that the checkpoint's tensors have, for reports."""
+        return "/".join(sorted({str(tensor.dtype) for tensor in self.tensors.values()}))
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as published."""
@@ -317,8 +373,13 @@ class HFCheckpoint:
         return out
 
     def _read_part(self, name: str, part: Part, target: np.ndarray) -> None:
-        with safe_open(self.tensors[name].file, framework="numpy") as file:
-            value = file.get_slice(name)[part.rows]
+        try:
+            with safe_open(self.tensors[name].file, framework="numpy") as file:
+                value = file.get_slice(name)[part.rows]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"reading {name} from {self.tensors[name].file.name} failed: {error}."
+            ) from None
         value = value.T if part.transpose else value
         with np.errstate(over="ignore"):
             target[...] = value.astype(target.dtype)
@@ -356,7 +417,11 @@ def source_tensors(config: ModelConfig, family: Family) -> dict[str, Source]:
 
 def hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     """A config.json from which `ModelConfig.from_hf` gives `config` back."""
-    values = {keys[0]: getattr(config, ours) for ours, keys in family.config_keys.items()}
+    values = {
+        key: getattr(config, ours)
+        for ours, keys in family.config_keys.items()
+        for key in keys
+    }
     for ours, keys in family.moe_keys.items():
         if ours == "shared_experts":
             values[keys[0]] = config.moe.shared_ffw_dim // config.moe.ffw_dim

@@ -489,8 +489,6 @@ def test_tied_head(tmp_path, success, head, shards):
     ours, theirs = (dllm_jax.load(str(path)) for path in (destination, directory))
     assert ours.params.head is None
     assert_same_bits(leaves(ours), leaves(theirs))
-    if shards == 1:
-        np.testing.assert_array_equal(logits(ours), logits(theirs))
 
 
 def test_tied_head_of_llada(tmp_path, success):
@@ -1056,7 +1054,11 @@ def test_wrong_flags(tmp_path, capsys, flags):
     "name",
     ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"],
 )
-@pytest.mark.parametrize("text", ["{", "", "[1, 2]", b"\xff\xfe{}", LFS_POINTER], ids=repr)
+@pytest.mark.parametrize(
+    "text",
+    ["{", "", "[1, 2]", b"\xff\xfe{}", LFS_POINTER],
+    ids=["broken", "empty", "list", "bytes", "lfs"],
+)
 def test_broken_json(tmp_path, refusal, name, text):
     source = Source("sdar")
     source.files = tokenizer_files()

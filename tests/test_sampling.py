@@ -128,7 +128,6 @@ def test_the_mask_token_is_never_proposed(case, mask_id):
             assert np.isfinite(row[np.asarray(token)]).all()
 
 
-@pytest.mark.xfail(strict=True, reason="argmax of nothing but -inf is index 0, the mask")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_mask_token_is_not_proposed_even_as_the_only_possible_one(sampled):
     if sampled:

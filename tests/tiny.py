@@ -12,7 +12,7 @@ from dllm_jax.cache import init_cache
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding.base import ModelFns
 from dllm_jax.generate import Model
-from dllm_jax.params import init_params
+from dllm_jax.params import leaf_paths, params_from_leaves
 from dllm_jax.transformer import ForwardOutput
 from kernels_pallas import TokenFields, unpack_key_fields, visible
 
@@ -56,16 +56,15 @@ class TinyModel(Model):
 
 def tiny_model(seed: int = 0, config: ModelConfig = CONFIG) -> TinyModel:
     """A random transformer, sharpened: confidences spread over (0, 1)."""
-    params = init_params(config, jax.random.key(seed))
-    layers = params.layers
-    params = params.replace(
-        embed=params.embed * 20.0,
-        head=params.head * 25.0,
-        layers=layers.replace(
-            q_norm=layers.q_norm * 3.0, o=layers.o * 3.0, down=layers.down * 3.0
-        ),
-    )
-    return TinyModel(params, config)
+    rng = np.random.default_rng(seed)
+    gain = {"embed": 20.0, "head": 25.0, "layers.o": 3.0, "layers.down": 3.0}
+    leaves = {}
+    for path, info in leaf_paths(config).items():
+        scale = gain.get(path, 1.0) * (info.init_scale or 0.0)
+        leaf = rng.normal(size=info.shape) * scale if scale else np.ones(info.shape)
+        leaves[path] = jnp.asarray(leaf, jnp.float32)
+    leaves["layers.q_norm"] *= 3.0
+    return TinyModel(params_from_leaves(config, leaves), config)
 
 
 ROWS = 128

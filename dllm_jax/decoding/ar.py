@@ -7,20 +7,13 @@ from flax import struct
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import block
-from dllm_jax.decoding.base import Decoder, register, setting
+from dllm_jax.decoding.base import Decoder, SamplingSettings, register, setting
 
 
 @struct.dataclass
-class ARSettings:
+class ARSettings(SamplingSettings):
     """Settings of the `ar` decoder."""
 
-    temperature: float = setting(
-        0.0, "0 is greedy, otherwise logits are divided by it", traced=True
-    )
-    top_k: int = setting(0, "sample among the k most probable; 0 is off", traced=True)
-    top_p: float = setting(
-        1.0, "sample among the most probable that sum to p; 1 is off", traced=True
-    )
     fold: bool = setting(True, "store a token in the next token's forward (exact)")
 
 

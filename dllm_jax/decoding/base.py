@@ -90,7 +90,7 @@ class DecodeState:
     done: Any  # [B] bool
     rng_key: Any  # [B] keys
     stop_ids: Any  # [N] int32
-    cache: KVCache
+    cache: KVCache | None  # None for decoders that recompute the whole canvas
     forwards: Forwards
     confidence: Any  # [B, C] float32, of each token when it was unmasked
     unmask_forward: Any  # [B, C] int32, number of the forward that unmasked it, from 0
@@ -122,6 +122,37 @@ def setting(
         "kind": kind or type(default),
     }
     return struct.field(pytree_node=traced, default=default, metadata=metadata)
+
+
+@struct.dataclass
+class SamplingSettings:
+    """What every decoder that proposes tokens lets the user choose."""
+
+    temperature: float = setting(
+        0.0, "0 is greedy, otherwise logits are divided by it", traced=True
+    )
+    top_k: int = setting(0, "sample among the k most probable; 0 is off", traced=True)
+    top_p: float = setting(
+        1.0, "sample among the most probable that sum to p; 1 is off", traced=True
+    )
+    # Derived by `resolve_sampling`: what a compiled program must know of these values.
+    sample: bool = struct.field(pytree_node=False, default=False)
+    filtered: bool = struct.field(pytree_node=False, default=False)
+
+
+def resolve_sampling(settings: Any) -> Any:
+    """Checks the sampling settings and derives the rest; raises ValueError."""
+    check_at_least(settings, temperature=0.0, top_k=0)
+    if not 0.0 < settings.top_p <= 1.0:
+        raise ValueError(f"top_p={settings.top_p} must be in (0, 1].")
+    filtered = settings.top_k > 0 or settings.top_p < 1.0
+    sample = settings.temperature > 0.0
+    if filtered and not sample:
+        raise ValueError(
+            f"top_k={settings.top_k} and top_p={settings.top_p} filter what is sampled; "
+            f"they need temperature > 0 (it is {settings.temperature})."
+        )
+    return settings.replace(sample=sample, filtered=filtered)
 
 
 class Decoder(NamedTuple):

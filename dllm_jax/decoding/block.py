@@ -7,7 +7,13 @@ the same numbers as recomputing everything.
 A finished block must be run once more on its final tokens to be stored. With `fold`
 that pass also carries the first denoising step of the next block, in the same row: one
 forward a block less, and the block after the last is never stored at all.
+
+The order of forwards is the same whatever a denoising step does with its logits, so
+other decoders of cached blocks reuse `prefill` and `advance`.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +22,17 @@ from flax import struct
 from dllm_jax import layouts, sampling, unmasking
 from dllm_jax.cache import append, cache_slots
 from dllm_jax.config import ModelConfig
+from dllm_jax.decoding import canvas
 from dllm_jax.decoding.base import (
-    UNDECIDED,
     DecodeInputs,
     Decoder,
     DecodeState,
-    Forwards,
     ModelFns,
+    SamplingSettings,
     check_at_least,
     check_choices,
     register,
+    resolve_sampling,
     setting,
 )
 
@@ -39,9 +46,17 @@ STRATEGIES = (
     "entropy_bounded_script",
 )
 
+# (fns, settings, state, the open block's slots [B, T], its hidden states [B, T, D], bool
+# [B] which rows denoise) -> state, bool [B] whether the block will change no more, and
+# bool [B] whether the row has all it returns
+Denoise = Callable[
+    [ModelFns, Any, DecodeState, jax.Array, jax.Array, jax.Array],
+    tuple[DecodeState, jax.Array, jax.Array],
+]
+
 
 @struct.dataclass
-class BlockSettings:
+class BlockSettings(SamplingSettings):
     """Settings of the `block` decoder."""
 
     block_length: int | None = setting(
@@ -74,22 +89,12 @@ class BlockSettings:
         "entropy_bounded: nats that one step may unmask",
         traced=True,
     )
-    temperature: float = setting(
-        0.0, "0 is greedy, otherwise logits are divided by it", traced=True
-    )
-    top_k: int = setting(0, "sample among the k most probable; 0 is off", traced=True)
-    top_p: float = setting(
-        1.0, "sample among the most probable that sum to p; 1 is off", traced=True
-    )
     fold: bool = setting(
         True, "store a finished block in the next block's first forward (exact)"
     )
     early_stop: bool = setting(
         True, "end a row as soon as all it returns is decided (same tokens)"
     )
-    # Derived by `resolve`: what a compiled program must know of the traced values.
-    sample: bool = struct.field(pytree_node=False, default=False)
-    filtered: bool = struct.field(pytree_node=False, default=False)
 
 
 def resolve(settings: BlockSettings, config: ModelConfig) -> BlockSettings:
@@ -106,72 +111,51 @@ def resolve(settings: BlockSettings, config: ModelConfig) -> BlockSettings:
     if settings.denoising_steps is None:
         settings = settings.replace(denoising_steps=settings.block_length)
     check_choices(settings)
-    check_at_least(
-        settings,
-        denoising_steps=1,
-        threshold=0.0,
-        eb_threshold=0.0,
-        temperature=0.0,
-        top_k=0,
-    )
-    if not 0.0 < settings.top_p <= 1.0:
-        raise ValueError(f"top_p={settings.top_p} must be in (0, 1].")
-    filtered = settings.top_k > 0 or settings.top_p < 1.0
-    sample = settings.temperature > 0.0
-    if filtered and not sample:
-        raise ValueError(
-            f"top_k={settings.top_k} and top_p={settings.top_p} filter what is sampled; "
-            f"they need temperature > 0 (it is {settings.temperature})."
-        )
-    return settings.replace(sample=sample, filtered=filtered)
+    check_at_least(settings, denoising_steps=1, threshold=0.0, eb_threshold=0.0)
+    return resolve_sampling(settings)
 
 
 def init(
     fns: ModelFns, settings: BlockSettings, inputs: DecodeInputs, canvas_length: int
 ) -> DecodeState:
+    """The state after `prefill`."""
+    return prefill(fns, settings.block_length, inputs, canvas_length)[0]
+
+
+def prefill(
+    fns: ModelFns, length: int, inputs: DecodeInputs, canvas_length: int
+) -> tuple[DecodeState, jax.Array | None]:
     """Lays out the canvas and stores the prompt's whole blocks, in one forward.
 
     Args:
       fns: the model.
-      settings: resolved.
+      length: static, of a block.
       inputs: the prompts, P <= canvas_length.
       canvas_length: static; at least every row's prompt and new tokens, up to whole
         blocks. One block of slack is added.
+
+    Returns:
+      The state, and the forward's hidden states `[B, W, D]` with W the whole blocks of P;
+      None if there is none.
     """
     batch, prompt_slots = inputs.prompt.shape
-    length = settings.block_length
     slots = canvas_length + length
-    position = jnp.arange(slots, dtype=jnp.int32)
-    prompt = jnp.pad(inputs.prompt, ((0, 0), (0, slots - prompt_slots)))
-    canvas = jnp.where(position < inputs.prompt_length[:, None], prompt, fns.config.mask_id)
     stored = inputs.prompt_length // length * length
-    cache = fns.init_cache(batch, cache_slots(slots))
-    forwards = Forwards.zeros(batch)
-    done = inputs.max_new_tokens == 0
+    state = canvas.lay_out(fns, inputs, slots)
+    state = state.replace(cursor=stored, cache=fns.init_cache(batch, cache_slots(slots)))
     # Only whole blocks are stored, so a prompt shorter than a block needs no forward.
     width = prompt_slots // length * length
-    if width:
-        row = jnp.broadcast_to(position[:width], (batch, width))
-        fields = layouts.block_causal(row, length, valid=row < stored[:, None])
-        out = fns.forward(canvas[:, :width], fields, None)
-        cache = append(cache, out.k, out.v, fields, stored)
-        took_part = (stored > 0) & ~done
-        forwards = forwards.add(jnp.where(took_part, stored, 0), prefill=took_part)
-    return DecodeState(
-        canvas=canvas,
-        prompt_length=inputs.prompt_length,
-        end=inputs.prompt_length + inputs.max_new_tokens,
-        cursor=stored,
-        step=jnp.zeros((batch,), jnp.int32),
-        pending=jnp.zeros((batch,), bool),
-        done=done,
-        rng_key=inputs.rng_key,
-        stop_ids=inputs.stop_ids,
-        cache=cache,
-        forwards=forwards,
-        confidence=jnp.zeros(canvas.shape, jnp.float32),
-        unmask_forward=jnp.full(canvas.shape, UNDECIDED, jnp.int32),
+    if not width:
+        return state, None
+    row = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    fields = layouts.block_causal(row, length, valid=row < stored[:, None])
+    out = fns.forward(state.canvas[:, :width], fields, None)
+    took_part = (stored > 0) & ~state.done
+    state = state.replace(
+        cache=append(state.cache, out.k, out.v, fields, stored),
+        forwards=state.forwards.add(jnp.where(took_part, stored, 0), prefill=took_part),
     )
+    return state, out.hidden
 
 
 def choose(
@@ -208,95 +192,88 @@ def choose(
     )
 
 
-def _read(canvas: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(canvas, index, axis=1)
+def answered(
+    fns: ModelFns, state: DecodeState, index: jax.Array, tokens: jax.Array
+) -> jax.Array:
+    """Whether a row has all that it returns: bool `[B]`.
+
+    That is every slot up to its first stop id, or else its last slot.
+
+    Args:
+      fns: the model.
+      state: its `prompt_length`, `end` and `stop_ids` count.
+      index: int32 `[B, T]`, slots in order; all before the first of them are decided and
+        hold no stop id.
+      tokens: int32 `[B, T]`, what they hold.
+    """
+    is_stop = jnp.any(tokens[..., None] == state.stop_ids, axis=-1)
+    is_stop &= index >= state.prompt_length[:, None]
+    beyond = index[:, -1] + 1
+
+    def first(slots):
+        return jnp.min(jnp.where(slots, index, beyond[:, None]), axis=-1)
+
+    first_stop, first_mask = first(is_stop), first(tokens == fns.config.mask_id)
+    return (first_stop < first_mask) | (state.end <= first_mask)
 
 
-def _write(canvas: jax.Array, start: jax.Array, values: jax.Array) -> jax.Array:
-    return jax.vmap(
-        lambda row, first, new: jax.lax.dynamic_update_slice(row, new, (first,))
-    )(canvas, start, values)
-
-
-def _unmask(
-    settings: BlockSettings,
+def _denoise(
     fns: ModelFns,
+    settings: BlockSettings,
     state: DecodeState,
     index: jax.Array,
     hidden: jax.Array,
     rows: jax.Array,
-) -> tuple[DecodeState, jax.Array]:
-    """One denoising step of the open block in `rows`; also returns the block's tokens."""
-    block = _read(state.canvas, index)
+) -> tuple[DecodeState, jax.Array, jax.Array]:
+    """Unmasks slots of the open block; see `Denoise`."""
+    block = canvas.read(state.canvas, index)
     masked = (block == fns.config.mask_id) & rows[:, None]
-    keys = jax.vmap(jax.random.fold_in)(state.rng_key, state.forwards.denoise)
-    token_keys, choice_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
-    proposal = sampling.propose(
-        fns.logits(hidden),
-        fns.config.mask_id,
-        token_keys if settings.sample else None,
-        sampling.SamplingKnobs(settings.temperature, settings.top_k, settings.top_p),
-        settings.filtered,
-    )
+    proposal, choice_keys = canvas.propose(fns, settings, state, fns.logits(hidden))
     chosen = choose(settings, proposal, masked, state.step, choice_keys)
-    block = jnp.where(chosen, proposal.token, block)
-    confidence = jnp.where(chosen, proposal.confidence, _read(state.confidence, index))
-    number = jnp.where(
-        chosen, state.forwards.denoise[:, None], _read(state.unmask_forward, index)
-    )
-    start = state.cursor
-    state = state.replace(
-        canvas=_write(state.canvas, start, block),
-        confidence=_write(state.confidence, start, confidence),
-        unmask_forward=_write(state.unmask_forward, start, number),
-        step=state.step + rows.astype(jnp.int32),
-    )
-    return state, block
-
-
-def _settled(
-    settings: BlockSettings, fns: ModelFns, state: DecodeState, index, block
-) -> tuple[jax.Array, jax.Array]:
-    """Whether the open block has no mask left, and whether the row has all it returns."""
-    masked = block == fns.config.mask_id
-    complete = ~jnp.any(masked, axis=-1)
-    is_stop = jnp.any(block[..., None] == state.stop_ids, axis=-1)
-    is_stop &= index >= state.prompt_length[:, None]
-    beyond = jnp.iinfo(jnp.int32).max
-    first_stop = jnp.min(jnp.where(is_stop, index, beyond), axis=-1)
-    first_mask = jnp.min(jnp.where(masked, index, beyond), axis=-1)
-    last_needed = jnp.minimum(first_stop, state.end - 1)
-    block_end = index[:, -1] + 1
-    if settings.early_stop:
-        enough = jnp.minimum(first_mask, block_end) > last_needed
-    else:
-        enough = complete & (block_end > last_needed)
-    return complete, enough
+    state, block = canvas.unmask(state, state.cursor, index, proposal, chosen)
+    complete = ~jnp.any(block == fns.config.mask_id, axis=-1)
+    enough = answered(fns, state, index, block)
+    if not settings.early_stop:
+        enough &= complete
+    return state.replace(step=state.step + rows.astype(jnp.int32)), complete, enough
 
 
 def step(fns: ModelFns, settings: BlockSettings, state: DecodeState) -> DecodeState:
     """One forward of the batch: each row denoises its open block or stores it."""
-    advance = _step_folded if settings.fold else _step_unfolded
-    return advance(fns, settings, state)
+    return advance(fns, settings, state, _denoise)
 
 
-def _step_unfolded(fns, settings, state: DecodeState) -> DecodeState:
+def advance(
+    fns: ModelFns, settings: Any, state: DecodeState, denoise: Denoise
+) -> DecodeState:
+    """One forward of the batch, whose logits `denoise` uses.
+
+    Args:
+      fns: the model.
+      settings: with `block_length`, `fold`, `early_stop` and what `denoise` needs.
+      state: before the forward. With `fold`, a block waits to be stored before the
+        cursor, without it at the cursor.
+      denoise: one denoising step.
+    """
+    one_forward = _step_folded if settings.fold else _step_unfolded
+    return one_forward(fns, settings, state, denoise)
+
+
+def _step_unfolded(fns, settings, state: DecodeState, denoise) -> DecodeState:
     length = settings.block_length
     index = state.cursor[:, None] + jnp.arange(length, dtype=jnp.int32)
-    block = _read(state.canvas, index)
-    complete = ~jnp.any(block == fns.config.mask_id, axis=-1)
-    storing, denoising = complete & ~state.done, ~complete & ~state.done
+    storing, denoising = state.pending & ~state.done, ~state.pending & ~state.done
     fields = layouts.block_causal(index, length)
-    out = fns.forward(block, fields, state.cache)
+    out = fns.forward(canvas.read(state.canvas, index), fields, state.cache)
     kept = jnp.where(storing, length, 0)
     state = state.replace(cache=append(state.cache, out.k, out.v, fields, kept))
-    state, block = _unmask(settings, fns, state, index, out.hidden, denoising)
-    complete, enough = _settled(settings, fns, state, index, block)
+    state, complete, enough = denoise(fns, settings, state, index, out.hidden, denoising)
     # Without early stop a row ends after its last block is stored, as in the reference.
     ends = enough if settings.early_stop else enough & storing
     return state.replace(
         cursor=state.cursor + kept,
         step=jnp.where(storing, 0, state.step),
+        pending=denoising & complete & ~ends,
         done=state.done | ends,
         forwards=state.forwards.add(
             jnp.where(state.done, 0, length), denoise=denoising, commit=storing
@@ -304,7 +281,7 @@ def _step_unfolded(fns, settings, state: DecodeState) -> DecodeState:
     )
 
 
-def _step_folded(fns, settings, state: DecodeState) -> DecodeState:
+def _step_folded(fns, settings, state: DecodeState, denoise) -> DecodeState:
     length = settings.block_length
     offsets = jnp.arange(-length, length, dtype=jnp.int32)
     both = state.cursor[:, None] + offsets  # the block before the cursor, and the open one
@@ -316,22 +293,21 @@ def _step_folded(fns, settings, state: DecodeState) -> DecodeState:
         position = jnp.maximum(both, 0)
         valid = storing[:, None] | (offsets >= 0)
         fields = layouts.block_causal(position, length, valid)
-        out = fns.forward(_read(state.canvas, position), fields, state.cache)
+        out = fns.forward(canvas.read(state.canvas, position), fields, state.cache)
         k, v = out.k[..., :length, :], out.v[..., :length, :]
         return out.hidden[:, length:], k, v
 
-    def denoise():
+    def only_denoise():
         fields = layouts.block_causal(index, length)
-        return fns.forward(_read(state.canvas, index), fields, state.cache)
+        return fns.forward(canvas.read(state.canvas, index), fields, state.cache)
 
     hidden, k, v = jax.lax.cond(
-        jnp.any(storing), store_and_denoise, lambda: tuple(denoise())
+        jnp.any(storing), store_and_denoise, lambda: tuple(only_denoise())
     )
     stored_fields = layouts.block_causal(both[:, :length], length)
     kept = jnp.where(storing, length, 0)
     state = state.replace(cache=append(state.cache, k, v, stored_fields, kept))
-    state, block = _unmask(settings, fns, state, index, hidden, active)
-    complete, enough = _settled(settings, fns, state, index, block)
+    state, complete, enough = denoise(fns, settings, state, index, hidden, active)
     moving = active & complete & ~enough
     return state.replace(
         cursor=state.cursor + jnp.where(moving, length, 0),

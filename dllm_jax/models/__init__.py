@@ -29,5 +29,6 @@ def resolve_family(hf: Mapping[str, Any]) -> Family:
     )
     raise ValueError(
         f"config.json has architectures={architectures!r} and "
-        f"model_type={hf.get('model_type')!r}; supported architectures are {known}."
+        f"model_type={hf.get('model_type')!r}; supported architectures are {known}; "
+        "--family overrides what it says."
     )

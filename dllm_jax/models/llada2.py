@@ -94,4 +94,25 @@ FAMILY = Family(
     },
     block_length_key="block_length",
     eos_token_ids=(156892,),
+    presets={
+        "llada2.0": {
+            "decoder": "block",
+            "remasking_strategy": "low_confidence_dynamic",
+            "block_length": 32,
+            "denoising_steps": 32,
+            "threshold": 0.95,
+        },
+        "llada2.1-quality": {
+            "decoder": "edit",
+            "block_length": 32,
+            "threshold": 0.7,
+            "editing_threshold": 0.5,
+        },
+        "llada2.1-speed": {
+            "decoder": "edit",
+            "block_length": 32,
+            "threshold": 0.5,
+            "editing_threshold": 0.0,
+        },
+    },
 )

@@ -26,10 +26,14 @@ FAMILY = dataclasses.replace(
     supported={
         **sdar.FAMILY.supported,
         "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([],),
+        "mlp_only_layers": ([], None),
     },
     tensors={
-        **sdar.FAMILY.tensors,
+        **{
+            leaf: name
+            for leaf, name in sdar.FAMILY.tensors.items()
+            if leaf not in ("layers.gate", "layers.up", "layers.down")
+        },
         "layers.router": f"{_MLP}.gate.weight",
         "layers.expert_gate": f"{_EXPERT}.gate_proj.weight",
         "layers.expert_up": f"{_EXPERT}.up_proj.weight",

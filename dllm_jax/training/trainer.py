@@ -30,6 +30,7 @@ class TrainState:
     step: jax.Array  # int32, updates done
 
 
+@functools.cache
 def make_optimizer(recipe: Recipe, steps: int) -> optax.GradientTransformation:
     """Muon for the stacked matrices of the layers, Adam for the rest."""
 
@@ -57,6 +58,7 @@ def make_optimizer(recipe: Recipe, steps: int) -> optax.GradientTransformation:
     )
 
 
+@functools.cache
 def make_update(
     config: ModelConfig, optimizer: optax.GradientTransformation, loss: str, window: int
 ) -> Callable[..., tuple[TrainState, jax.Array]]:
@@ -124,7 +126,6 @@ def train(
                 manager.latest_step(), args=ocp.args.StandardRestore(shapes)
             )
             report(f"resumed at step {int(state.step)}")
-        updates: dict[tuple[str, int], Callable] = {}
         begin = 0
         for stage_index, stage in enumerate(recipe.stages):
             last = stage_index == len(recipe.stages) - 1
@@ -137,11 +138,9 @@ def train(
             batches = itertools.islice(batches, first - begin, max(end, first) - begin)
             started, losses = time.perf_counter(), []
             for step, (batch, window) in enumerate(batches, start=first):
-                name = (stage.loss, window)
-                if name not in updates:
-                    updates[name] = make_update(config, optimizer, *name)
+                update = make_update(config, optimizer, stage.loss, window)
                 key = jax.random.fold_in(rng_key, step)
-                state, loss = updates[name](state, batch, key)
+                state, loss = update(state, batch, key)
                 losses.append(float(loss))
                 if (step + 1) % 50 == 0:
                     speed = len(losses) * recipe.batch_size
