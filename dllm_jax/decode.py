@@ -39,12 +39,12 @@ from dllm_jax.settings import setting_fields
 _SAMPLE_SEED = 7
 
 
-def _shared_settings() -> dict[str, tuple[dataclasses.Field, list[str]]]:
-    """Every setting of every decoder, with the decoders that take it."""
-    shared: dict[str, tuple[dataclasses.Field, list[str]]] = {}
+def _shared_settings() -> dict[str, dict[str, dataclasses.Field]]:
+    """Every setting of every decoder: its field in each decoder that takes it."""
+    shared: dict[str, dict[str, dataclasses.Field]] = {}
     for decoder in DECODERS.values():
         for name, field in setting_fields(decoder).items():
-            shared.setdefault(name, (field, []))[1].append(decoder.name)
+            shared.setdefault(name, {})[decoder.name] = field
     return shared
 
 
@@ -52,19 +52,32 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _add_setting(group: Any, name: str, field: dataclasses.Field, users: list[str]):
-    kind, choices = field.metadata["kind"], field.metadata["choices"]
-    flags = [_flag(name), *map(_flag, field.metadata["aliases"])]
-    default = "" if field.default is None else f", default {field.default}"
-    text = f"{field.metadata['help']} ({', '.join(users)}{default})".replace("%", "%%")
-    options: dict[str, Any] = {"dest": f"setting_{name}", "default": None, "help": text}
+def _union(fields: Sequence[dataclasses.Field], key: str) -> list[str]:
+    return list(dict.fromkeys(value for f in fields for value in f.metadata[key]))
+
+
+def _add_setting(group: Any, name: str, users: dict[str, dataclasses.Field]) -> None:
+    """One flag for a setting that several decoders may take, each in its own way."""
+    fields = list(users.values())
+    kind = fields[0].metadata["kind"]
+    choices = _union(fields, "choices")
+    allowed = f"; one of {', '.join(choices)}" if choices else ""
+    default = fields[0].default
+    same = default is not None and all(field.default == default for field in fields)
+    users_text = f"{', '.join(users)}{f', default {default}' if same else ''}"
+    text = f"{fields[0].metadata['help']}{allowed} ({users_text})"
+    options: dict[str, Any] = {
+        "dest": f"setting_{name}",
+        "default": None,
+        "help": text.replace("%", "%%"),
+    }
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif choices:
-        options["choices"] = choices
+        options |= {"choices": choices, "metavar": "NAME"}
     else:
         options |= {"type": kind, "metavar": kind.__name__.upper()}
-    group.add_argument(*flags, **options)
+    group.add_argument(_flag(name), *map(_flag, _union(fields, "aliases")), **options)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -111,7 +124,9 @@ def make_parser() -> argparse.ArgumentParser:
     how.add_argument("--raw", dest="chat", action="store_false", help="no chat template")
 
     group = parser.add_argument_group("generation")
-    group.add_argument("--decoder", choices=tuple(DECODERS), help="default block")
+    group.add_argument(
+        "--decoder", choices=tuple(DECODERS), help="default: what the model is made for"
+    )
     group.add_argument("--preset", help=f"one of {', '.join(_preset_names())}")
     group.add_argument(
         "--max-new-tokens",
@@ -137,8 +152,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     group = parser.add_argument_group("decoder settings (in brackets: who takes it)")
-    for name, (field, users) in _shared_settings().items():
-        _add_setting(group, name, field, users)
+    for name, users in _shared_settings().items():
+        _add_setting(group, name, users)
 
     group = parser.add_argument_group("output")
     group.add_argument(

@@ -29,6 +29,7 @@ from dllm_jax.hf import CheckpointError, HFCheckpoint
 from dllm_jax.params import Params
 from dllm_jax.settings import (
     canonical_names,
+    default_decoder,
     describe_settings,
     find_decoder,
     find_preset,
@@ -231,9 +232,8 @@ def plan(
 ) -> Plan:
     """Checks a request against a model's config. Arguments as `generate`."""
     chosen = find_preset(preset) if preset else {}
-    name = decoder or chosen.pop("decoder", None) or "block"
-    chosen.pop("decoder", None)
-    method = find_decoder(name)
+    own = chosen.pop("decoder", None)
+    method = find_decoder(decoder or own or default_decoder(config))
     given = {key: value for key, value in settings.items() if value is not None}
     given = {**chosen, **canonical_names(method, given)}
     if type(max_new_tokens) is not int or max_new_tokens < 1:
@@ -265,12 +265,14 @@ def _steps_per_block(steps: int, max_new_tokens: int, given: dict, resolved: Any
         )
     if type(steps) is not int or steps < 1:
         raise ValueError(f"{steps=} must be a whole number of at least 1.")
-    per_block, rest = divmod(steps * resolved.block_length, max_new_tokens)
+    if not hasattr(resolved, "denoising_steps"):
+        raise ValueError(f"{steps=} does not apply: this decoder has no denoising_steps.")
+    length = resolved.block_length or max_new_tokens  # 0: all of it is one block
+    per_block, rest = divmod(steps * length, max_new_tokens)
     if per_block < 1 or rest:
         raise ValueError(
             f"{steps=} cannot be spread evenly over {max_new_tokens} tokens in blocks of "
-            f"{resolved.block_length}: use a multiple of "
-            f"{max_new_tokens / resolved.block_length:g}."
+            f"{length}: use a multiple of {max_new_tokens / length:g}."
         )
     return per_block
 
@@ -510,7 +512,7 @@ def generate(
     Args:
       model: from `load`.
       prompts: texts or lists of token ids.
-      decoder: "block", "ar", ..., by default the preset's, else "block".
+      decoder: "block", "ar", ..., by default the preset's, else what the model is for.
       max_new_tokens: most tokens to generate for each prompt. Blocks are denoised whole,
         so it can change which slots the last block has; it never cuts the returned text
         shorter than asked.

@@ -38,6 +38,13 @@ def find_decoder(name: str) -> Decoder:
     return DECODERS[name]
 
 
+def default_decoder(config: ModelConfig) -> str:
+    """The decoder that a model is made for."""
+    if config.attention == "bidirectional":
+        return "masked"
+    return "block" if config.logit_alignment == "same" else "fast_dllm_v2"
+
+
 def canonical_names(decoder: Decoder, given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by their own names; raises ValueError for unknown or doubled ones."""
     fields = setting_fields(decoder)

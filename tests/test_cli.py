@@ -12,7 +12,7 @@ import pytest
 import dllm_jax
 from dllm_jax.decode import main
 
-PROMPT = "Tom has 8 apples. He buys 5 more. How many apples does Tom have now?"
+PROMPT = "Tom has 8 apples. He buys 5 more. He gives 3 to Ana. How many apples are left?"
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import dllm_jax
 from dllm_jax.generate import load_config, plan
 from dllm_jax.training.problems import generate_problems, parse_answer
 
-PROMPT = "Tom has 8 apples. He buys 5 more. How many apples does Tom have now?"
+PROMPT = "Tom has 8 apples. He buys 5 more. He gives 3 to Ana. How many apples are left?"
 
 
 @pytest.fixture(scope="module")

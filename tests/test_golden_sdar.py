@@ -1,4 +1,4 @@
-"""SDAR against logits and decode traces of the published code (tests/golden/sdar)."""
+"""SDAR, dense and MoE, against logits and decode traces of the published code."""
 
 import functools
 import json
@@ -14,6 +14,7 @@ from dllm_jax.cache import append, init_cache
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding.base import DecodeInputs
 from dllm_jax.generate import Model, load, model_fns
+from dllm_jax.moe import mixture, route
 from dllm_jax.sampling import propose
 from dllm_jax.settings import resolve_settings, traced_settings
 
@@ -29,25 +30,42 @@ def _read(directory, name):
     return json.loads(path.read_text()) if path.exists() else []
 
 
+FAMILIES = ("sdar", "sdar_moe")
+
+
 def pytest_generate_tests(metafunc):
-    directory = metafunc.config.getoption("--golden-dir") / "sdar"
-    cases = _read(directory, "cases.json")
-    cases = cases["cases"] if isinstance(cases, dict) else cases
-    if "decode_case" in metafunc.fixturenames:
-        metafunc.parametrize("decode_case", cases, ids=[c["id"] for c in cases])
-    if "forward_case" in metafunc.fixturenames:
-        forward = _read(directory, "forward_cases.json")
-        metafunc.parametrize("forward_case", forward, ids=[c["name"] for c in forward])
+    root = metafunc.config.getoption("--golden-dir")
+    for argument, file in (
+        ("decode_case", "cases.json"),
+        ("forward_case", "forward_cases.json"),
+    ):
+        if argument not in metafunc.fixturenames:
+            continue
+        cases = []
+        for family in FAMILIES:
+            found = _read(root / family, file)
+            found = found["cases"] if isinstance(found, dict) else found
+            cases += [{**case, "family": family} for case in found]
+        names = [f"{c['family']}-{c.get('id') or c['name']}" for c in cases]
+        metafunc.parametrize(argument, cases, ids=names)
 
 
-@pytest.fixture(scope="module")
-def model(golden_dir) -> Model:
-    return load(str(golden_dir / "sdar"), dtype="float32")
+@functools.cache
+def _load(directory):
+    return load(str(directory), dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def arrays(golden_dir):
-    return load_file(golden_dir / "sdar" / "arrays.safetensors")
+@pytest.fixture
+def model(request, golden_dir) -> Model:
+    case = request.getfixturevalue(
+        "decode_case" if "decode_case" in request.fixturenames else "forward_case"
+    )
+    return _load(golden_dir / case["family"])
+
+
+@pytest.fixture
+def arrays(golden_dir, forward_case):
+    return load_file(golden_dir / forward_case["family"] / "arrays.safetensors")
 
 
 @functools.partial(jax.jit, static_argnames=("config", "block"))
@@ -228,3 +246,22 @@ def test_generate(model, decode_case, fold):
         assert out.stats.forwards["total"] < published
     else:
         assert out.stats.forwards["total"] == published
+
+
+def test_mixture_of_experts(golden_dir):
+    """The experts' layer alone: router logits and output."""
+    directory = golden_dir / "sdar_moe"
+    if not directory.exists():
+        return
+    model, arrays = _load(directory), load_file(directory / "arrays.safetensors")
+    layer = jax.tree.map(lambda leaf: leaf[0], model.params.layers)
+    x = jnp.asarray(arrays["moe_in"])
+    logits = arrays["moe_router_logits"]
+    np.testing.assert_allclose(x @ layer.router, logits, atol=1e-5)
+    moe = model.config.moe
+    expert, weight = route(x, layer.router, None, moe)
+    want = np.argsort(-logits, axis=-1, kind="stable")[:, : moe.experts_per_token]
+    np.testing.assert_array_equal(expert, want)
+    np.testing.assert_allclose(jnp.sum(weight, axis=-1), 1.0, atol=1e-6)
+    got = mixture(x[None], layer, moe)[0]
+    np.testing.assert_allclose(got, arrays["moe_out"], atol=1e-5)

@@ -219,14 +219,14 @@ def _forward(
 
 
 def _anchor(
-    fns: ModelFns, state: DecodeState, hidden: jax.Array, slot: jax.Array, rows: jax.Array
+    fns: ModelFns, state: DecodeState, logits: jax.Array, slot: jax.Array, rows: jax.Array
 ) -> DecodeState:
-    """Writes the token that `hidden` `[B, 1, D]` predicts at `slot` `[B]` in `rows`.
+    """Writes the token that `logits` `[B, 1, V]` predict at `slot` `[B]` in `rows`.
 
     Always the most probable one, as published, even where other tokens are sampled. Its
     recorded forward is the denoising forward that follows.
     """
-    proposal = sampling.propose(fns.logits(hidden), fns.config.mask_id)
+    proposal = sampling.propose(logits, fns.config.mask_id)
     return canvas.unmask(state, slot, slot[:, None], proposal, rows[:, None])[0]
 
 
@@ -249,8 +249,8 @@ def init(
         return state
     rows = (state.cursor > 0) & (state.cursor == state.prompt_length) & ~state.done
     last = jnp.maximum(state.cursor - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(hidden, last, axis=1)
-    state = _anchor(fns, state, hidden, state.cursor, rows)
+    logits = fns.logits(jnp.take_along_axis(hidden, last, axis=1))
+    state = _anchor(fns, state, logits, state.cursor, rows)
     index = state.cursor[:, None]
     ends = block.answered(fns, state, index, canvas.read(state.canvas, index))
     return state.replace(done=state.done | (rows & ends))
@@ -275,14 +275,15 @@ def step(fns: ModelFns, settings: FastDLLMv2Settings, state: DecodeState) -> Dec
     denoising = want.window | want.sub_block
     masked = canvas.read(state.canvas, slots) == fns.config.mask_id
     masked &= denoising[:, None]
-    proposal, _ = canvas.propose(fns, settings, state, fns.logits(hidden))
+    logits = fns.logits(hidden)
+    proposal, _ = canvas.propose(fns, settings, state, logits)
     one = jnp.ones_like(start)
     best = unmasking.top_count(proposal.confidence, masked, one)
     chosen = unmasking.above_threshold(
         proposal.confidence, masked, settings.threshold, best, one
     )
     state, _ = canvas.unmask(state, start, slots, proposal, chosen)
-    state = _anchor(fns, state, hidden[:, :1], state.cursor + length, want.commit)
+    state = _anchor(fns, state, logits[:, :1], state.cursor + length, want.commit)
 
     tokens = canvas.read(state.canvas, index)
     enough = block.answered(fns, state, index, tokens)

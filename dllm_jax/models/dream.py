@@ -62,4 +62,7 @@ FAMILY = Family(
     },
     block_length_key="block_length",
     eos_token_ids=(151645,),
+    presets={
+        "dream-entropy": {"decoder": "masked", "remasking_strategy": "entropy"},
+    },
 )

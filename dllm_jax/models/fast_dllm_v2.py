@@ -20,4 +20,19 @@ FAMILY = dataclasses.replace(
         "qkv_bias": True,
     },
     block_length_key="bd_size",
+    presets={
+        "fast-dllm-v2": {
+            "decoder": "fast_dllm_v2",
+            "block_length": 32,
+            "small_block_size": 8,
+            "threshold": 0.9,
+        },
+        "fast-dllm-v2-block-cache": {
+            "decoder": "fast_dllm_v2",
+            "block_length": 32,
+            "small_block_size": 8,
+            "threshold": 0.9,
+            "use_block_cache": True,
+        },
+    },
 )

@@ -62,4 +62,17 @@ FAMILY = Family(
     },
     block_length_key="block_length",
     eos_token_ids=(126348,),
+    presets={
+        "llada-blocks": {
+            "decoder": "masked",
+            "remasking_strategy": "low_confidence",
+            "block_length": 32,
+        },
+        # As evaluated: Instruct in one block, where end tokens would fill the answer.
+        "llada-instruct": {
+            "decoder": "masked",
+            "remasking_strategy": "low_confidence",
+            "confidence_eos_eot_inf": True,
+        },
+    },
 )

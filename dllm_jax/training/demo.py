@@ -66,5 +66,5 @@ _MASKED = Stage("masked", 0.65)
 RECIPES = {
     "demo": Recipe("sdar", 6, 128, 4, 2, 352, (_AR, _BLOCKS), steps=1300),
     "demo-draft": Recipe("sdar", 2, 96, 3, 1, 256, (_AR, _BLOCKS), steps=700),
-    "demo-llada": Recipe("llada", 6, 128, 4, 4, 352, (_AR, _MASKED), steps=900),
+    "demo-llada": Recipe("llada", 6, 128, 4, 4, 352, (_AR, _MASKED), steps=650),
 }

@@ -73,7 +73,8 @@ def compile_loop(name: str, device) -> dict:
     slots = state.cache.k.shape[3]
     cache_bytes = 2 * state.cache.k.size * state.cache.k.dtype.itemsize
     tail = f"{slots},{CONFIG.head_dim}]"
-    pattern = re.compile(rf"= bf16\[[0-9,]*{re.escape(tail)}\S* (copy|copy-start|transpose)\(")
+    moves = "(copy|copy-start|transpose)"
+    pattern = re.compile(rf"= bf16\[[0-9,]*{re.escape(tail)}\S* {moves}\(")
     copies = [
         line.strip()[:160]
         for line in compiled.as_text().splitlines()
