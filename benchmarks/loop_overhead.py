@@ -4,8 +4,9 @@
 
 Wall time of a whole generation, compiled and warm, over the number of its forwards times
 one bare jitted forward of the same shapes (transformer and logits of one block, against a
-cache of the same size). Both are measured in turn in the same run, and the median of
-their ratios is reported: the machine is noisy, a ratio of neighbours less so.
+cache of the same size). Without folding, so that every forward has these shapes. Both are
+measured in turn in the same run, and the median of their ratios is reported: the machine is
+noisy, a ratio of neighbours less so.
 """
 
 import functools
@@ -19,6 +20,7 @@ from common import finish, parse_args
 
 import dllm_jax
 from dllm_jax import layouts
+from dllm_jax.cache import cache_slots
 from dllm_jax.config import ModelConfig
 from dllm_jax.generate import Model, bucket
 from dllm_jax.params import count_params, init_params
@@ -48,9 +50,8 @@ def random_100m() -> Model:
 def _bare_forward(model: Model, length: int, slots: int):
     fns = model.fns(model.params)
 
-    @functools.partial(jax.jit, static_argnames=("config",))
-    def forward(params, config, tokens, position, cache):
-        del config
+    @jax.jit
+    def forward(params, tokens, position, cache):
         bound = model.fns(params)
         fields = layouts.block_causal(position, length)
         out = bound.forward(tokens, fields, cache)
@@ -61,7 +62,7 @@ def _bare_forward(model: Model, length: int, slots: int):
     cache = cache.replace(length=jnp.full((1,), slots // 2, jnp.int32))
     tokens = jnp.full((1, length), model.config.mask_id, jnp.int32)
     position = slots // 2 + jnp.arange(length, dtype=jnp.int32)[None]
-    return lambda: forward(model.params, model.config, tokens, position, cache)
+    return lambda: forward(model.params, tokens, position, cache)
 
 
 def measure(model: Model, new_tokens: int, repeats: int) -> dict[str, object]:
@@ -79,7 +80,7 @@ def measure(model: Model, new_tokens: int, repeats: int) -> dict[str, object]:
         fold=False,
     )
     forwards = generate()[0].stats.forwards["total"]
-    slots = bucket(len(prompt) + new_tokens) + length
+    slots = cache_slots(bucket(len(prompt) + new_tokens) + length)
     bare = _bare_forward(model, length, slots)
     jax.block_until_ready(bare())
     ratios, loops, singles = [], [], []

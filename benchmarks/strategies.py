@@ -89,7 +89,7 @@ def main() -> None:
             }
         )
         print(rows[-1], file=sys.stderr)
-    print(f"{args.model}, {count} unseen problems, greedy, float32\n")
+    print(f"{args.model}, {count} unseen problems, greedy, {model.dtype}\n")
     finish(args, rows)
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from dllm_jax.checkpoint import DTYPES, verify_checkpoint, write_checkpoint
+from dllm_jax.decode import Parser
 from dllm_jax.hf import CheckpointError, HFCheckpoint, count_bytes
 from dllm_jax.models import FAMILIES
 from dllm_jax.params import count_params
@@ -118,7 +119,7 @@ def _verify(directory: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m convert",
         description="Convert a Hugging Face checkpoint to Orbax, strictly and atomically; "
         "`python -m convert verify DIR` checks a converted one.",

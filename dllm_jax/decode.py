@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
@@ -33,10 +33,17 @@ from dllm_jax.generate import (
     run_plan,
     stream_plan,
 )
-from dllm_jax.models import FAMILIES
-from dllm_jax.settings import setting_fields
+from dllm_jax.settings import presets, setting_fields
 
 _SAMPLE_SEED = 7
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the mistake and exits with 2."""
+        self.exit(2, f"{self.prog.split('.')[-1]}: {message} (see --help)\n")
 
 
 def _shared_settings() -> dict[str, dict[str, dataclasses.Field]]:
@@ -82,7 +89,7 @@ def _add_setting(group: Any, name: str, users: dict[str, dataclasses.Field]) -> 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line; decoder flags come from the decoders' settings."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m dllm_jax.decode",
         description="Decode prompts with a diffusion language model.",
         allow_abbrev=False,
@@ -127,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--decoder", choices=tuple(DECODERS), help="default: what the model is made for"
     )
-    group.add_argument("--preset", help=f"one of {', '.join(_preset_names())}")
+    group.add_argument("--preset", help=f"one of {', '.join(presets())}")
     group.add_argument(
         "--max-new-tokens",
         "--gen-length",
@@ -170,10 +177,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _preset_names() -> list[str]:
-    return sorted(name for family in FAMILIES.values() for name in family.presets)
-
-
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompt is not None:
         return list(args.prompt)
@@ -186,8 +189,7 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
             ) from None
     if args.prompt_file is not None:
         return [_read_text(args.prompt_file)]
-    mode = os.fstat(sys.stdin.fileno()).st_mode if sys.stdin else 0
-    if stat.S_ISFIFO(mode) or stat.S_ISREG(mode):
+    if _stdin_has_text():
         text = _decode_utf8(sys.stdin.buffer.read(), "stdin").strip()
         if text:
             return [text]
@@ -197,6 +199,15 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
         (problem,) = islice(generate_problems("test", _SAMPLE_SEED), 1)
         return [problem.question]
     raise ValueError("no prompt: give --prompt, --prompt-file, --prompt-ids or stdin.")
+
+
+def _stdin_has_text() -> bool:
+    """Whether stdin is a pipe or a file; a terminal or /dev/null is not waited for."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _read_text(path: Path) -> str:
@@ -241,7 +252,7 @@ def _set_up_jax(args: argparse.Namespace) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def _print_stats(console: Console, request: Plan, outputs: Sequence[Output]) -> None:
+def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
     table = Table(box=None, pad_edge=False)
     columns = (
         "prompt",
@@ -252,7 +263,7 @@ def _print_stats(console: Console, request: Plan, outputs: Sequence[Output]) -> 
         "ends",
     )
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for index, out in enumerate(outputs):
         stats = out.stats
         kinds = " + ".join(
@@ -361,7 +372,7 @@ def _run(args: argparse.Namespace) -> None:
             print(json.dumps(out.to_dict(), ensure_ascii=False) if args.json else out.text)
     if args.output is not None:
         _write_lines(args.output, outputs)
-    _print_stats(console, request, outputs)
+    _print_stats(console, outputs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import operator
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,9 +73,9 @@ class Model:
 
     def run_program(self, key: tuple, build: Callable[[], Callable], args: tuple) -> Any:
         """Calls a jitted function, compiling it once for each key and argument shapes."""
-        shapes = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), args)
-        leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda x: type(x) is tuple)
-        full_key = (key, tuple(leaves), structure)
+        leaves, structure = jax.tree.flatten(args)
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        full_key = (key, shapes, structure)
         if full_key not in self._programs:
             started = time.perf_counter()
             self.num_traces += 1
@@ -151,6 +153,7 @@ def resolve_model_path(name: str) -> Path:
     Raises:
       ValueError: if there is no such directory.
     """
+    name = os.fspath(name)
     if name in DEMO_MODELS:
         return Path(str(resources.files("dllm_jax") / "data" / name))
     path = Path(name)
@@ -214,7 +217,7 @@ def load(
         params = read_hf_params(checkpoint, DTYPES[dtype])
     has_tokenizer = any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
     tokenizer = Tokenizer(path, config.mask_id) if has_tokenizer else None
-    return Model(params, config, tokenizer, name)
+    return Model(params, config, tokenizer, os.fspath(name))
 
 
 def plan(
@@ -236,25 +239,32 @@ def plan(
     method = find_decoder(decoder or own or default_decoder(config))
     given = {key: value for key, value in settings.items() if value is not None}
     given = {**chosen, **canonical_names(method, given)}
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be a whole number of at least 1.")
+    if type(max_new_tokens) is not int or not 1 <= max_new_tokens <= config.max_positions:
+        raise ValueError(
+            f"{max_new_tokens=} must be a whole number from 1 to the model's "
+            f"{config.max_positions} positions."
+        )
     resolved = resolve_settings(method, config, given)
     if steps is not None:
         given["denoising_steps"] = _steps_per_block(steps, max_new_tokens, given, resolved)
         resolved = resolve_settings(method, config, given)
-    seeds = (seed,) if isinstance(seed, int) else tuple(seed)
+    seeds = tuple(seed) if isinstance(seed, list | tuple) else (seed,)
     if not all(type(s) is int and 0 <= s < 2**32 for s in seeds):
         raise ValueError(f"{seed=} must be in [0, 2**32).")
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(stop):
-        raise ValueError(f"{stop=} must not hold an empty string.")
-    stop_ids = config.eos_ids if stop_ids is None else tuple(stop_ids)
-    if not all(0 <= i < config.vocab_size and i != config.mask_id for i in stop_ids):
+    stops = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"{stop=} must be strings that are not empty.")
+    ids = config.eos_ids if stop_ids is None else stop_ids
+    valid = isinstance(ids, list | tuple) and all(
+        type(i) is int and 0 <= i < config.vocab_size and i != config.mask_id for i in ids
+    )
+    if not valid:
         raise ValueError(
-            f"{stop_ids=} must be in [0, {config.vocab_size}) and not the mask id."
+            f"{stop_ids=} must be a list of ids in [0, {config.vocab_size}), without the "
+            "mask id."
         )
-    seed = seed if isinstance(seed, int) else seeds
-    return Plan(method, resolved, max_new_tokens, seed, stop, stop_ids, chat)
+    seed = seeds if isinstance(seed, list | tuple) else seed
+    return Plan(method, resolved, max_new_tokens, seed, stops, tuple(ids), chat)
 
 
 def _steps_per_block(steps: int, max_new_tokens: int, given: dict, resolved: Any) -> int:
@@ -295,7 +305,13 @@ def encode_prompt(
         else:
             ids = tokenizer.encode(prompt)
     else:
-        ids = [int(i) for i in prompt]
+        try:
+            ids = [operator.index(i) for i in prompt if not isinstance(i, bool)]
+            whole = len(ids) == len(prompt)
+        except TypeError:
+            whole = False
+        if not whole:
+            raise ValueError(f"prompt {prompt!r} must be a text or a list of token ids.")
     if not ids:
         if model_config.bos_id is None:
             raise ValueError("the prompt is empty and the model has no BOS token.")
@@ -359,8 +375,7 @@ class _Run:
 
     def __init__(self, model: Model, request: Plan, rows: list[list[int]], indices):
         self._model, self._request, self._rows = model, request, rows
-        self._compiled_before = model.compile_seconds
-        self._began = time.perf_counter()
+        self._compile_seconds = self._decode_seconds = 0.0
         self._settings = traced_settings(request.settings)
         inputs, canvas_length = _batch_inputs(request, rows, indices)
         decoder = request.decoder
@@ -370,7 +385,17 @@ class _Run:
 
         key = (decoder.name, "start", canvas_length)
         args = (model.params, self._settings, inputs)
-        self.state: DecodeState = model.run_program(key, lambda: jax.jit(start), args)
+        self.state: DecodeState = self._call(key, lambda: jax.jit(start), args)
+
+    def _call(self, key: tuple, build: Callable[[], Callable], args: tuple) -> DecodeState:
+        """Runs a program and books its time as compilation or decoding."""
+        compiled, began = self._model.compile_seconds, time.perf_counter()
+        state = self._model.run_program(key, build, args)
+        jax.block_until_ready(state.done)
+        compiled = self._model.compile_seconds - compiled
+        self._compile_seconds += compiled
+        self._decode_seconds += time.perf_counter() - began - compiled
+        return state
 
     def advance(self, pause: bool) -> bool:
         """Goes on to the end, or to the next finished block; returns whether it ended."""
@@ -381,7 +406,7 @@ class _Run:
             step = functools.partial(decoder.step, fns, settings)
             return loop.run(step, state, pause)
 
-        self.state = model.run_program(
+        self.state = self._call(
             (decoder.name, "go_on"),
             lambda: jax.jit(go_on, donate_argnums=0),
             (self.state, model.params, self._settings, jnp.asarray(pause)),
@@ -392,10 +417,22 @@ class _Run:
         """The ids of a row that will not change, up to its first stop id."""
         canvas = np.asarray(self.state.canvas[row])
         begin, end = len(self._rows[row]), int(self.state.end[row])
+        if not self.state.done[row]:
+            end = min(end, int(self.state.cursor[row]))  # the open block may still change
         ids = canvas[begin:end].tolist()
         stops = {self._model.config.mask_id, *self._request.stop_ids}
         cut = next((i for i, token in enumerate(ids) if token in stops), len(ids))
         return ids[:cut]
+
+    def has_stop(self, row: int) -> bool:
+        """Whether a row's committed text holds a stop string."""
+        text = self._model.tokenizer.decode(self.committed(row))
+        return find_stop(text, self._request.stop) is not None
+
+    def end_rows(self, rows: list[int]) -> None:
+        """Ends rows early; the masks that they still have are not part of their output."""
+        ended = np.isin(np.arange(len(self.state.done)), rows)
+        self.state = self.state.replace(done=self.state.done | ended)
 
     def output(self, row: int) -> Output:
         """The finished row."""
@@ -417,8 +454,6 @@ class _Run:
         counts = jax.tree.map(lambda x: int(x[row]), vars(self.state.forwards))
         positions = counts.pop("positions")
         total = sum(counts.values())
-        compile_seconds = model.compile_seconds - self._compiled_before
-        elapsed = time.perf_counter() - self._began
         begin = len(self._rows[row])
         span = slice(begin, begin + len(tokens))
         return Output(
@@ -431,8 +466,8 @@ class _Run:
                 forwards={**counts, "total": total},
                 positions=positions,
                 tokens_per_forward=generated / max(total, 1),
-                compile_seconds=round(compile_seconds, 4),
-                decode_seconds=round(elapsed - compile_seconds, 4),
+                compile_seconds=round(self._compile_seconds, 4),
+                decode_seconds=round(self._decode_seconds, 4),
             ),
             confidence=np.asarray(self.state.confidence[row, span]).tolist(),
             unmask_forward=np.asarray(self.state.unmask_forward[row, span]).tolist(),
@@ -477,15 +512,8 @@ def run_plan(
         run = _Run(model, request, part, list(range(begin, begin + len(part))))
         if request.stop:
             # A stop string can only be seen in text, so look after every block.
-            ended = False
-            while not ended:
-                ended = run.advance(pause=True)
-                ended = ended or all(
-                    bool(run.state.done[row])
-                    or find_stop(model.tokenizer.decode(run.committed(row)), request.stop)
-                    is not None
-                    for row in range(len(part))
-                )
+            while not run.advance(pause=True):
+                run.end_rows([row for row in range(len(part)) if run.has_stop(row)])
         else:
             run.advance(pause=False)
         outputs += [run.output(row) for row in range(len(part))]
@@ -545,8 +573,10 @@ def generate(
         steps=steps,
         **settings,
     )
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"{batch_size=} must be at least 1.")
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise ValueError(f"{batch_size=} must be a whole number of at least 1.")
+    if not hasattr(prompts, "__len__"):
+        raise ValueError(f"{prompts=} must be a text, a list of ids, or a list of them.")
     one = isinstance(prompts, str) or (
         len(prompts) > 0 and all(isinstance(p, int | np.integer) for p in prompts)
     )
@@ -577,7 +607,7 @@ def stream(
     """Decodes one prompt, yielding committed text block by block.
 
     Pieces never end inside a character and join to `generate`'s text. Arguments as
-    `generate`, which also says what is raised; wrong settings raise at once.
+    `generate`, but for `batch_size`; wrong settings raise at once.
     """
     request = plan(model.config, decoder, **arguments)
     pieces = stream_plan(model, request, prompt)

@@ -238,6 +238,8 @@ class HFCheckpoint:
         self.directory = directory
         if not directory.is_dir():
             raise CheckpointError(f"{directory} is not a directory.")
+        if family is not None and family not in FAMILIES:
+            raise CheckpointError(f"{family=} must be one of {', '.join(FAMILIES)}.")
         hf_config = read_json(directory / "config.json")
         generation_path = directory / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}

@@ -59,7 +59,8 @@ def training_pairs(
 
     Args:
       clean_position: int32 `[B, T]`.
-      noisy_position: int32 `[B, U]`, any subset of whole blocks.
+      noisy_position: int32 `[B, U]`, any subset of the blocks; of a block that is cut, only
+        the noisy tokens that are there see each other.
       block_length: int32 `[B]`, may differ from row to row.
       clean_valid: bool `[B, T]`.
       noisy_valid: bool `[B, U]`.

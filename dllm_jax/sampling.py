@@ -48,6 +48,15 @@ def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.
     return jnp.take_along_axis(ordered, jnp.argsort(order, axis=-1), axis=-1)
 
 
+def divide_by_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """`logits / temperature` up to a constant that softmax does not see.
+
+    Shifted first: however small the temperature is, the largest stay finite.
+    """
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return (logits - best) / jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
+
+
 def propose(
     logits: jax.Array,
     mask_id: int,
@@ -75,7 +84,7 @@ def propose(
     chex.assert_type(logits, jnp.float32)
     sampled = rng_keys is not None
     if sampled:
-        logits = logits / knobs.temperature
+        logits = divide_by_temperature(logits, knobs.temperature)
     log_normaliser = jax.nn.logsumexp(logits, axis=-1)
     is_mask = jnp.arange(logits.shape[-1], dtype=jnp.int32) == mask_id
     # Whatever the other logits are, even -inf, the mask token ranks below them.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,14 +22,18 @@ def setting_fields(decoder: Decoder) -> dict[str, dataclasses.Field]:
     }
 
 
+def presets() -> dict[str, dict[str, Any]]:
+    """Decoder and settings of every preset, by name."""
+    found = [preset for family in FAMILIES.values() for preset in family.presets.items()]
+    return {name: dict(preset) for name, preset in sorted(found, key=lambda p: p[0])}
+
+
 def find_preset(name: str) -> dict[str, Any]:
     """The decoder and settings of a preset; raises ValueError with the known names."""
-    presets = {
-        n: dict(p) for family in FAMILIES.values() for n, p in family.presets.items()
-    }
-    if name not in presets:
-        raise ValueError(f"preset={name!r} must be one of {', '.join(sorted(presets))}.")
-    return presets[name]
+    known = presets()
+    if name not in known:
+        raise ValueError(f"preset={name!r} must be one of {', '.join(known)}.")
+    return known[name]
 
 
 def find_decoder(name: str) -> Decoder:
@@ -70,10 +75,12 @@ def _checked(field: dataclasses.Field, value: Any) -> Any:
     kind = field.metadata["kind"]
     if value is None:
         return field.default
-    whole = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float and whole:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float and number:
         return float(value)
-    if kind is int and whole and int(value) == value:
+    if kind is int and number and math.isfinite(value) and int(value) == value:
+        if abs(value) >= 2**31:
+            raise ValueError(f"{field.name}={value!r} must be below 2**31.")
         return int(value)
     if kind in (bool, str) and isinstance(value, kind):
         return value

@@ -80,7 +80,7 @@ def test_stop_strings(model, output, stop):
 
 
 def test_sampling_needs_a_seed_and_nothing_else(model):
-    settings = {"temperature": 1.5, "max_new_tokens": 24}
+    settings = {"temperature": 4.0, "max_new_tokens": 24}
     one = dllm_jax.generate(model, PROMPT, seed=1, **settings)[0].tokens
     assert one == dllm_jax.generate(model, PROMPT, seed=1, **settings)[0].tokens
     assert one != dllm_jax.generate(model, PROMPT, seed=2, **settings)[0].tokens
@@ -162,3 +162,18 @@ def test_unknown_models():
         dllm_jax.load("org/name")
     with pytest.raises(ValueError, match="dtype='int4'"):
         dllm_jax.load("demo", dtype="int4")
+
+
+def test_stop_strings_leave_the_other_rows_alone(model):
+    """Rows end on their own: by stop string, by end token, and a row that only fills up."""
+    prompts = [
+        PROMPT,
+        "Ana has 9 pens. She finds 4. She buys 6 more. How many pens?",
+        PROMPT,
+    ]
+    for stop in ("####", "never there"):
+        batch = dllm_jax.generate(model, prompts, stop=stop)
+        for prompt, out in zip(prompts, batch, strict=True):
+            [alone] = dllm_jax.generate(model, [prompt], stop=stop)
+            assert out.text == alone.text
+            assert out.finish_reason == alone.finish_reason

@@ -86,7 +86,8 @@ class DecodeState:
     end: Any  # [B] int32, one past the last slot that may be returned
     cursor: Any  # [B] int32, first slot of the open block
     step: Any  # [B] int32, denoising steps done in the open block
-    pending: Any  # [B] bool, the block before the cursor is decided but not yet stored
+    pending: Any  # [B] bool, a decided block waits to be stored: that before the cursor
+    #   where the decoder folds, else that at the cursor
     done: Any  # [B] bool
     rng_key: Any  # [B] keys
     stop_ids: Any  # [N] int32

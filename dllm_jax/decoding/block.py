@@ -108,6 +108,11 @@ def resolve(settings: BlockSettings, config: ModelConfig) -> BlockSettings:
     if settings.block_length is None:
         settings = settings.replace(block_length=config.block_length)
     check_at_least(settings, block_length=1)
+    if settings.block_length > config.max_positions:
+        raise ValueError(
+            f"block_length={settings.block_length} exceeds the model's "
+            f"{config.max_positions} positions."
+        )
     if settings.denoising_steps is None:
         settings = settings.replace(denoising_steps=settings.block_length)
     check_choices(settings)

@@ -25,12 +25,12 @@ def run(step: StepFn, state: DecodeState, pause: jax.Array) -> DecodeState:
     Returns:
       The final state, or the state at the pause.
     """
-    start = state.cursor
+    start, was_done = state.cursor, state.done
     most_steps = 2 * state.canvas.shape[1]
 
     def going(carry):
         count, state = carry
-        moved = jnp.any((state.cursor > start) | state.done)
+        moved = jnp.any((state.cursor > start) | (state.done & ~was_done))
         return jnp.any(~state.done) & (count < most_steps) & ~(pause & moved)
 
     def body(carry):

@@ -286,7 +286,9 @@ def propose(
     strategy = settings.remasking_strategy
     if settings.logits_eos_inf:
         logits = _remove(logits, (_filler_id(config),))
-    drawn_from = logits / settings.temperature if settings.sample else logits
+    drawn_from = logits
+    if settings.sample:
+        drawn_from = sampling.divide_by_temperature(logits, settings.temperature)
     if settings.filtered:
         # Without the mask token, or it might be all that is left. Dream's order: top-p,
         # then top-k.

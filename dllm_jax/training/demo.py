@@ -61,10 +61,10 @@ class Recipe:
 # Autoregression in place first (every block has one token), then blocks of every length.
 _AR = Stage("block", 0.35)
 _BLOCKS = Stage("block", 0.65, (1, 1, 2, 4, 4, 8, 8, 16, 32))
-_MASKED = Stage("masked", 0.65)
+_LLADA = (Stage("block", 0.2), Stage("masked", 0.8))
 
 RECIPES = {
     "demo": Recipe("sdar", 6, 128, 4, 2, 352, (_AR, _BLOCKS), steps=1300),
     "demo-draft": Recipe("sdar", 2, 96, 3, 1, 256, (_AR, _BLOCKS), steps=700),
-    "demo-llada": Recipe("llada", 6, 128, 4, 4, 352, (_AR, _MASKED), steps=650),
+    "demo-llada": Recipe("llada", 6, 128, 4, 4, 352, _LLADA, steps=1100),
 }

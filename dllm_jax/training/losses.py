@@ -67,7 +67,8 @@ def block_diffusion_loss(
       batch: `tokens` int32 `[B, T]`, `start` int32 `[B]` (prompt length), `weight`
         float32 `[B, T]` (0 outside the answer), `block_length` int32 `[B]`.
       rng_key: a key.
-      window: how many positions to noise, from the block in which the answer starts.
+      window: how many positions to noise, from the block in which the answer starts. The
+        last block may be cut, and what lies beyond the window is not noised.
 
     Returns:
       Mean over masked tokens, nats.

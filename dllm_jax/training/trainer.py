@@ -151,7 +151,10 @@ def train(
                         f"{speed:.0f} rows/s"
                     )
                     started, losses = time.perf_counter(), []
-                manager.save(step + 1, args=ocp.args.StandardSave(state))
+                last_step = step + 1 == steps
+                if last_step or manager.should_save(step + 1):
+                    saved = ocp.args.StandardSave(state)
+                    manager.save(step + 1, args=saved, force=last_step)
             begin = end
         manager.wait_until_finished()
     return state.params
