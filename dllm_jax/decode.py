@@ -254,19 +254,12 @@ def _set_up_jax(args: argparse.Namespace) -> None:
 
 def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
     table = Table(box=None, pad_edge=False)
-    columns = (
-        "prompt",
-        "prompt tokens",
-        "new tokens",
-        "forwards",
-        "tokens/forward",
-        "ends",
-    )
+    columns = ("#", "prompt tokens", "new tokens", "forwards", "tokens/forward", "ends")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for index, out in enumerate(outputs):
         stats = out.stats
-        kinds = " + ".join(
+        kinds = ", ".join(
             f"{count} {kind}"
             for kind, count in stats.forwards.items()
             if count and kind != "total"
@@ -275,7 +268,7 @@ def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
             str(index),
             str(stats.prompt_tokens),
             str(stats.generated_tokens),
-            f"{stats.forwards['total']} ({kinds})",
+            f"{stats.forwards['total']}: {kinds}",
             f"{stats.tokens_per_forward:.2f}",
             out.finish_reason,
         )
