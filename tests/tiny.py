@@ -41,16 +41,13 @@ CONFIG = ModelConfig(
 class TinyModel(Model):
     """A model that remembers its last run, so that tests can look into it."""
 
-    started: Any = None  # the state after prefill
     state: Any = None  # the last state
-    last_call: Any = None  # (key, arguments) of the loop's program
+    last_call: Any = None  # (key, arguments) of the loop's program, the first the state
 
     def run_program(self, key, build, args):
-        if key[1] == "go_on":  # the program may take the state's buffers
-            self.last_call = key, jax.tree.map(jnp.copy, args)
+        if key[1] == "go_on":  # which takes the state's buffers
+            self.last_call = key, (jax.tree.map(jnp.copy, args[0]), *args[1:])
         self.state = super().run_program(key, build, args)
-        if key[1] == "start":
-            self.started = jax.tree.map(jnp.copy, self.state)
         return self.state
 
 
@@ -95,14 +92,10 @@ class ScriptedModel(TinyModel):
     def fns(self, params) -> ModelFns:
         return scripted_fns(params, self.config)
 
-    def run_program(self, key, build, args):
-        with quick_compilation():
-            return super().run_program(key, build, args)
-
 
 @contextlib.contextmanager
 def quick_compilation():
-    """Compiles with few optimisations: half the time where no float matters."""
+    """Compiles with few optimisations, for programs whose floats do not matter."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
