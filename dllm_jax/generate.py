@@ -340,11 +340,13 @@ def bucket(size: int) -> int:
     return -(-max(size, 1) // unit) * unit
 
 
-def _batch_inputs(request: Plan, rows: list[list[int]], indices: list[int]):
+def _batch_inputs(
+    request: Plan, mask_id: int, rows: list[list[int]], indices: list[int]
+) -> tuple[DecodeInputs, int]:
     """The arrays of a batch, filled up to a power of two with rows that do nothing."""
     batch = 1 << (len(rows) - 1).bit_length()
     lengths = np.zeros(batch, np.int32)
-    prompt = np.zeros((batch, bucket(max(map(len, rows)))), np.int32)
+    prompt = np.full((batch, bucket(max(map(len, rows)))), mask_id, np.int32)
     new = np.zeros(batch, np.int32)
     for row, ids in enumerate(rows):
         prompt[row, : len(ids)] = ids
@@ -377,7 +379,9 @@ class _Run:
         self._model, self._request, self._rows = model, request, rows
         self._compile_seconds = self._decode_seconds = 0.0
         self._settings = traced_settings(request.settings)
-        inputs, canvas_length = _batch_inputs(request, rows, indices)
+        inputs, canvas_length = _batch_inputs(
+            request, model.config.mask_id, rows, indices
+        )
         decoder = request.decoder
 
         def start(params, settings, inputs):
@@ -404,7 +408,8 @@ class _Run:
         def go_on(state, params, settings, pause):
             fns = model.fns(params)
             step = functools.partial(decoder.step, fns, settings)
-            return loop.run(step, state, pause)
+            most_steps = decoder.most_steps(settings, state.canvas.shape[1])
+            return loop.run(step, state, pause, most_steps)
 
         self.state = self._call(
             (decoder.name, "go_on"),

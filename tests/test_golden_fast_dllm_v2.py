@@ -29,6 +29,7 @@ from dllm_jax.generate import Model, load, model_fns
 from dllm_jax.sampling import propose
 from dllm_jax.settings import resolve_settings, traced_settings
 
+MASK_ID = 253  # no config says it
 PROMPT, CANVAS = 96, 160  # one shape for all cases, so that few programs are compiled
 
 
@@ -69,7 +70,7 @@ def directory(golden_dir):
 
 @pytest.fixture(scope="module")
 def model(directory) -> Model:
-    return load(str(directory), dtype="float32", mask_id=253)
+    return load(str(directory), dtype="float32", mask_id=MASK_ID)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +164,7 @@ def _step(params, config, settings, state):
 
 
 def _inputs(prompts, max_new_tokens, stop_ids):
-    rows = np.zeros((len(prompts), PROMPT), np.int32)
+    rows = np.full((len(prompts), PROMPT), MASK_ID, np.int32)
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = prompt
     return DecodeInputs(

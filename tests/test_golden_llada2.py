@@ -32,6 +32,7 @@ from dllm_jax.moe import mixture, route
 from dllm_jax.sampling import propose
 from dllm_jax.settings import resolve_settings, traced_settings
 
+MASK_ID = 253  # no config says it
 PROMPT, CANVAS = 64, 128  # one shape for all cases, so that few programs are compiled
 
 
@@ -71,7 +72,7 @@ def directory(golden_dir):
 
 @pytest.fixture(scope="module")
 def model(directory) -> Model:
-    return load(str(directory), dtype="float32", mask_id=253)
+    return load(str(directory), dtype="float32", mask_id=MASK_ID)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,7 @@ def _step(params, config, name, settings, state):
 
 
 def _inputs(prompts, max_new_tokens, stop_id):
-    rows = np.zeros((len(prompts), PROMPT), np.int32)
+    rows = np.full((len(prompts), PROMPT), MASK_ID, np.int32)
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = prompt
     return DecodeInputs(

@@ -160,7 +160,7 @@ def _decode(model, case, prompts, **more):
     settings = resolve_settings(decoder, config, {**_settings(case), **more})
     settings = traced_settings(settings)
     spare = _BATCH - len(prompts)
-    tokens = np.zeros((_BATCH, _CANVAS), np.int32)
+    tokens = np.full((_BATCH, _CANVAS), config.mask_id, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     inputs = DecodeInputs(

@@ -171,7 +171,7 @@ def test_decode_trace(model, decode_case):
     used = -(-(len(prompt) + request["max_new_tokens"]) // length) * length
     canvas_length = 128  # one for all cases, so that few programs are compiled
     assert used <= canvas_length
-    padded = np.zeros((1, 64), np.int32)
+    padded = np.full((1, 64), model.config.mask_id, np.int32)
     padded[0, : len(prompt)] = prompt
     stop_ids = np.full(8, -1, np.int32)
     stop_ids[: len(request["stop_ids"])] = request["stop_ids"]

@@ -410,7 +410,7 @@ def test_guidance_of_0_is_none(llada):
     key, (before, params, settings, pause) = llada.last_call
     step = functools.partial(decoder.step, llada.fns(params), settings.replace(guided=True))
     with quick_compilation():
-        guided = jax.jit(functools.partial(loop.run, step))(before, pause)
+        guided = jax.jit(functools.partial(loop.run, step))(before, pause, 200)
     np.testing.assert_array_equal(guided.canvas, state.canvas)
     np.testing.assert_array_equal(guided.unmask_forward, state.unmask_forward)
     assert key[0] == "masked" and not resolved.guided and len(plain) == 2

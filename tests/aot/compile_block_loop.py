@@ -64,7 +64,7 @@ def compile_loop(name: str, device) -> dict:
     @functools.partial(jax.jit, donate_argnums=0)
     def go_on(state, params, settings, pause):
         step = functools.partial(decoder.step, model_fns(params, CONFIG), settings)
-        return loop.run(step, state, pause)
+        return loop.run(step, state, pause, 2 * CANVAS)
 
     pause = jax.ShapeDtypeStruct((), jnp.bool_, sharding=placed)
     lowered = go_on.lower(spec(state), params, spec(settings), pause)
