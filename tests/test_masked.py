@@ -283,7 +283,7 @@ def test_knobs(llada, knobs):
 
 def quotas(masks: int, steps: int, eps: float = 1e-3) -> list[int]:
     found, left = [], masks
-    for share in masked.reveal_schedule(steps, eps):
+    for share in unmasking.reveal_schedule(steps, eps):
         found.append(int(np.float32(left) * share))
         left -= found[-1]
     assert left == 0
@@ -303,7 +303,7 @@ def test_published_schedules():
 @pytest.mark.parametrize("eps", [0.0, 1e-3, 0.5])
 def test_schedules_reveal_everything(eps):
     for steps in (1, 2, 3, 63, 64, 65, 512):
-        reveal = masked.reveal_schedule(steps, eps)
+        reveal = unmasking.reveal_schedule(steps, eps)
         assert reveal.dtype == np.float32 and reveal.shape == (steps,)
         assert (reveal >= 0).all() and (reveal <= 1).all() and reveal[-1] == 1
 

@@ -179,6 +179,8 @@ class Decoder(NamedTuple):
     init: Callable[[ModelFns, Any, DecodeInputs, int], DecodeState]
     # (fns, settings, state) -> state after one more forward
     step: Callable[[ModelFns, Any, DecodeState], DecodeState]
+    # settings -> how the cache changes the result: "exact", or "approximate (...)"
+    cache: Callable[[Any], str] = lambda settings: "exact"
     # (settings, slots of the canvas) -> steps after which every row must be done
     most_steps: Callable[[Any, int], int | jax.Array] = two_a_slot
 

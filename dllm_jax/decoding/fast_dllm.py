@@ -311,6 +311,12 @@ def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> Decod
     )
 
 
+def cache_label(settings: FastDLLMSettings) -> str:
+    """What its cache does to the result."""
+    exact = settings.cache == "none"
+    return "none (exact)" if exact else f"approximate ({settings.cache})"
+
+
 def most_steps(settings: FastDLLMSettings, slots: int) -> jax.Array:
     """Each block's steps, useful or not, and one for each slot that they leave masked."""
     blocks = -(-slots // window_width(settings.block_length, slots))
@@ -326,6 +332,7 @@ register(
         resolve=resolve,
         init=init,
         step=step,
+        cache=cache_label,
         most_steps=most_steps,
     )
 )

@@ -383,6 +383,7 @@ register(
         resolve=resolve,
         init=init,
         step=step,
+        cache=lambda settings: "none (exact)",
         most_steps=most_steps,
     )
 )

@@ -15,6 +15,8 @@ _QWEN = {
 }
 _PROJECTION = "model.layers.{layer}.self_attn.%s_proj.bias"
 
+_FAST = {"decoder": "fast_dllm", "block_length": 32}
+
 FAMILY = dataclasses.replace(
     sdar.FAMILY,
     name="dream",
@@ -48,6 +50,15 @@ FAMILY = dataclasses.replace(
     block_length_key="block_length",
     eos_token_ids=(151645,),
     presets={
-        "dream-entropy": {"decoder": "masked", "remasking_strategy": "entropy"},
+        "dream-entropy": {
+            "decoder": "masked",
+            "remasking_strategy": "entropy",
+            "denoising_steps": 256,
+            "max_new_tokens": 256,
+        },
+        "dream-threshold": {**_FAST, "cache": "none", "threshold": 0.9},
+        "dream-prefix-cache": {**_FAST, "cache": "prefix", "threshold": 0.9},
+        "dream-dual-cache": {**_FAST, "cache": "dual", "threshold": 0.9},
+        "dparallel-dream": {**_FAST, "cache": "none", "entropy_threshold": 0.45},
     },
 )

@@ -6,6 +6,8 @@ Facts: published configuration and model code (specs, LLaDA section 1). The leaf
 
 from dllm_jax.config import Family
 
+_FAST = {"decoder": "fast_dllm", "block_length": 32}
+
 FAMILY = Family(
     name="llada",
     architectures=("LLaDAModelLM",),
@@ -74,5 +76,10 @@ FAMILY = Family(
             "remasking_strategy": "low_confidence",
             "confidence_eos_eot_inf": True,
         },
+        "llada-threshold": {**_FAST, "cache": "none", "threshold": 0.9},
+        "llada-prefix-cache": {**_FAST, "cache": "prefix", "threshold": 0.9},
+        "llada-dual-cache": {**_FAST, "cache": "dual", "threshold": 0.9},
+        "llada-factor": {**_FAST, "cache": "none", "factor": 1.0},
+        "dparallel-llada": {**_FAST, "cache": "none", "entropy_threshold": 0.5},
     },
 )
