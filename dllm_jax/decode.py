@@ -347,9 +347,7 @@ def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
     }
     config = load_config(args.model)
     if args.infill:
-        given = [name for name, value in generation.items() if value not in (None, [])]
-        if given:
-            raise ValueError(f"infill=True fills holes: {given[0]} does not apply.")
+        shared |= {key: value for key, value in generation.items() if value}
         if args.marker is not None:
             shared["marker"] = args.marker
         return plan_infill(config, args.decoder, **shared)

@@ -152,6 +152,9 @@ def plan_infill(
             "see its own block and the text before it, but not after. It can continue a "
             "prompt (generate)."
         )
+    for name in ("max_new_tokens", "stop", "stop_ids", "steps", "chat"):
+        if name in settings:
+            raise ValueError(f"{name}={settings[name]!r} does not apply to infilling.")
     if not isinstance(marker, str) or len(marker) < 2:
         raise ValueError(f"{marker=} must be a text of at least two characters.")
     request = plan(config, decoder, seed=seed, stop_ids=(), preset=preset, **settings)

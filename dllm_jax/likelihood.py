@@ -19,7 +19,9 @@ import optax
 
 from dllm_jax import layouts
 from dllm_jax.config import ModelConfig
-from dllm_jax.generate import Model, Prompt, bucket
+from dllm_jax.generate import bucket
+from dllm_jax.model import Model
+from dllm_jax.prompts import Prompt
 from dllm_jax.tokenizer import Tokenizer
 
 Order = Literal["random", "left_to_right", "right_to_left"]
@@ -42,7 +44,7 @@ class Likelihood:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Row:
+class ScoredRow:
     """What one forward scores: n targets of a row [clean | noisy] of T + U slots."""
 
     clean: np.ndarray  # int [T], text that noisy slots of later blocks see; from position 0
@@ -64,7 +66,7 @@ def make_row(
     *,
     prompt_length: int = 0,
     block_length: int | None = None,
-) -> Row:
+) -> ScoredRow:
     """The row in which given slots of a text are masked and given tokens are scored.
 
     Logits in place predict a masked slot where it stands. Shifted logits predict it one
@@ -92,11 +94,11 @@ def make_row(
     [scored] = np.nonzero(weight)
     read = last + scored - begin
     if config.logit_alignment == "shifted":
-        first = scored % block_length == 0
-        read = np.where(first, scored, np.maximum(read, 1)) - 1
-        if first.all():
+        first = (scored % block_length == 0) & (scored > 0)
+        read = np.maximum(np.where(first, scored, read), 1) - 1
+        if len(first) and first.all():  # all are read from the clean half
             noisy = noisy[:0]
-    return Row(
+    return ScoredRow(
         clean=ids[:last],
         noisy=noisy,
         begin=begin,
@@ -122,7 +124,7 @@ class _Batch(NamedTuple):
     target: Any  # [B, W]
 
 
-def _row_shape(row: Row) -> tuple[int, int, int]:
+def _row_shape(row: ScoredRow) -> tuple[int, int, int]:
     """The bucketed T, U and W that a row is padded to; a half that is empty stays so."""
     clean, noisy = (
         bucket(len(half)) if len(half) else 0 for half in (row.clean, row.noisy)
@@ -130,7 +132,7 @@ def _row_shape(row: Row) -> tuple[int, int, int]:
     return clean, noisy, bucket(len(row.target))
 
 
-def _stack(rows: Sequence[Row], size: int) -> _Batch:
+def _stack(rows: Sequence[ScoredRow], size: int) -> _Batch:
     """Rows of one shape, filled up to `size` rows by rows without a token."""
     clean, noisy, scored = _row_shape(rows[0])
     batch = _Batch(
@@ -183,8 +185,8 @@ def _scorer(model: Model, guided: bool):
         hidden = jnp.take_along_axis(hidden, batch.read[..., None], axis=1)
 
         def cross_entropy(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-            hidden, target = chunk  # [B, _CHUNK, D], [B, _CHUNK]
-            logits = fns.logits(hidden)
+            states, target = chunk  # [B, _CHUNK, D], [B, _CHUNK]
+            logits = fns.logits(states)
             if guided:
                 logits, without = jnp.split(logits, 2)
                 logits = without + (cfg_scale + 1.0) * (logits - without)
@@ -201,7 +203,7 @@ def _scorer(model: Model, guided: bool):
 
 
 def score_rows(
-    model: Model, rows: Iterable[Row], *, batch_size: int = 8, cfg_scale: float = 0.0
+    model: Model, rows: Iterable[ScoredRow], *, batch_size: int = 8, cfg_scale: float = 0.0
 ) -> list[np.ndarray]:
     """Weighted log-probabilities of rows with given masks, block by block.
 
@@ -219,11 +221,11 @@ def score_rows(
       For each row float64 `[blocks]`: the sum of `weight * log p` over a block's targets.
     """
     results: dict[int, np.ndarray] = {}
-    waiting: dict[tuple[int, ...], list[tuple[int, Row]]] = {}
+    waiting: dict[tuple[int, ...], list[tuple[int, ScoredRow]]] = {}
     guided = cfg_scale > 0.0
     key = ("likelihood", "guided" if guided else "plain")
 
-    def run(group: list[tuple[int, Row]]) -> None:
+    def run(group: list[tuple[int, ScoredRow]]) -> None:
         batch = _stack([row for _, row in group], batch_size)
         if guided:
             noisy = batch.noisy.copy()
@@ -251,27 +253,33 @@ def score_rows(
 _Masks = Iterator[tuple[np.ndarray, np.ndarray]]  # masked bool [n], weight float64 [n]
 
 
+def mask_counts(start: int, length: int, num_samples: int) -> np.ndarray:
+    """How many of `length` tokens each sample masks: int `[num_samples]` in 1..length.
+
+    Counts are spread evenly over the samples from a start in [0, length), which is drawn
+    (specs, LLaDA 3.1), so each is uniform. The published code rounds halves to even, and
+    then prefers even counts; the floor prefers none. They ascend, so that neighbours differ
+    least.
+    """
+    spread = np.arange(num_samples) * length // num_samples
+    return np.sort((start + spread) % length) + 1
+
+
 def _random_masks(
     rng: np.random.Generator, blocks: list[np.ndarray], length: int, num_samples: int
 ) -> _Masks:
-    """Draws masks in each block by count, and weights that undo the choice.
+    """Draws masks in each block by their number, and weights that undo the choice.
 
     A block of L tokens has k masks, k uniform in 1..L, at k slots of equal chance, each of
-    weight L / k: the expectation is the bound (LLaDA, equation 6; specs, LLaDA 3.1). Counts
-    are stratified over the samples, and ascend, so that neighbours differ least. Published
-    code rounds halves to even, which prefers even counts; the floor prefers none.
+    weight L / k: the expectation is the bound (LLaDA, equation 6).
     """
-    strata = np.arange(num_samples)
     counts = [
-        np.sort(
-            (rng.integers(len(block)) + strata * len(block) // num_samples) % len(block)
-        )
-        for block in blocks
+        mask_counts(rng.integers(len(block)), len(block), num_samples) for block in blocks
     ]
     for sample in range(num_samples):
         weight = np.zeros(length)
         for block, count in zip(blocks, counts, strict=True):
-            chosen = rng.permutation(block)[: count[sample] + 1]
+            chosen = rng.permutation(block)[: count[sample]]
             weight[chosen] = len(block) / len(chosen)
         yield weight > 0.0, weight
 
@@ -304,11 +312,10 @@ def _random_job(
     rng: np.random.Generator,
 ) -> _Job:
     position = np.arange(prompt_length, len(ids))
-    block = position // (block_length or len(ids))
+    number, offset = np.divmod(position, block_length or len(ids))
     # Shifted, a block's first token is known before the block is denoised.
-    shifted = config.logit_alignment == "shifted"
-    ahead = (position % (block_length or len(ids)) == 0) & shifted
-    blocks = [position[(block == b) & ~ahead] for b in np.unique(block[~ahead])]
+    ahead = (offset == 0) & (config.logit_alignment == "shifted")
+    blocks = [position[(number == b) & ~ahead] for b in np.unique(number[~ahead])]
     exact = all(len(block) == 1 for block in blocks)
     samples = 1 if exact else num_samples
 
@@ -367,8 +374,14 @@ def _check_settings(
         raise ValueError(
             f"{block_length=} must be None for a bidirectional model: it has no blocks."
         )
-    if block_length is not None and (type(block_length) is not int or block_length < 1):
-        raise ValueError(f"{block_length=} must be a whole number of at least 1.")
+    longest = config.max_positions
+    if block_length is not None and (
+        type(block_length) is not int or not 1 <= block_length <= longest
+    ):
+        raise ValueError(
+            f"{block_length=} must be a whole number from 1 to the model's {longest} "
+            "positions."
+        )
     if cfg_scale > 0.0 and not bidirectional:
         raise ValueError(f"{cfg_scale=} must be 0 for a block-causal model.")
     if order != "random" and not bidirectional:
@@ -418,13 +431,15 @@ def _tokenize(
 ) -> tuple[Any, Any]:
     """Token ids in place of texts.
 
-    A text after a text is cut out of their joint tokens, so that a word that goes on over
-    the border is tokenized as in running text (specs, LLaDA 3.1).
+    A text after a text is cut out of their joint tokens, so that both are tokenized as in
+    running text (specs, LLaDA 3.1). A token that spans the border counts as the target's;
+    published code leaves it out, and then scores another text.
     """
     if isinstance(prompt, str) and isinstance(target, str) and not chat:
-        context = prompt.rstrip()
-        ids = tokenizer.encode(context) if context else []
-        return ids, tokenizer.encode(prompt + target)[len(ids) :]
+        alone, joint = tokenizer.encode(prompt.rstrip()), tokenizer.encode(prompt + target)
+        same = [a == b for a, b in zip(alone, joint, strict=False)]
+        cut = [*same, False].index(False)
+        return joint[:cut], joint[cut:]
     if isinstance(prompt, str):
         if chat:
             prompt = tokenizer.encode_chat([{"role": "user", "content": prompt}])
@@ -512,7 +527,7 @@ def log_likelihood(
       model: from `load`.
       prompts: texts or lists of token ids. An empty one stands for the BOS token.
       targets: as many texts or lists of token ids. After a text, a text is tokenized
-        together with it, and white space at the prompt's end counts as the target's.
+        together with it; white space at the prompt's end then belongs to the target.
       num_samples: draws of masks, where there is something to draw.
       batch_size: rows of a forward; results depend on it by rounding only.
       seed: prompt i draws from (seed, i). A list gives each prompt its own seed, and a

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding.base import DecodeInputs
-from dllm_jax.generate import model_fns
+from dllm_jax.model import model_fns
 from dllm_jax.params import param_shapes
 from dllm_jax.settings import resolve_settings, traced_settings
 
