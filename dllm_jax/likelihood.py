@@ -8,7 +8,6 @@ token makes that the chain rule, in one forward.
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +20,7 @@ from dllm_jax import layouts
 from dllm_jax.config import ModelConfig
 from dllm_jax.generate import bucket
 from dllm_jax.model import Model
-from dllm_jax.prompts import Prompt
+from dllm_jax.prompts import Prompt, no_masks, token_ids
 from dllm_jax.tokenizer import Tokenizer
 
 Order = Literal["random", "left_to_right", "right_to_left"]
@@ -403,29 +402,6 @@ def _seeds(seed: int | Sequence[int], num_prompts: int) -> list[tuple[int, int]]
     return [(s, 0) for s in seeds]
 
 
-def _token_ids(name: str, tokens: Any, config: ModelConfig) -> list[int]:
-    """Checked token ids; raises ValueError with what they are called."""
-    try:
-        ids = [operator.index(i) for i in tokens if not isinstance(i, bool)]
-        whole = len(ids) == len(tokens)
-    except TypeError:
-        whole = False
-    if not whole:
-        raise ValueError(f"the {name} {tokens!r} must be a text or a list of token ids.")
-    bad = [i for i in ids if not 0 <= i < config.vocab_size]
-    if bad:
-        raise ValueError(
-            f"the {name} has token id {bad[0]}, which is outside the vocabulary of "
-            f"{config.vocab_size}."
-        )
-    if config.mask_id in ids:
-        raise ValueError(
-            f"the {name} has token id {config.mask_id}, the mask token: it must not "
-            "contain it."
-        )
-    return ids
-
-
 def _tokenize(
     tokenizer: Tokenizer, prompt: Prompt, target: Prompt, chat: bool
 ) -> tuple[Any, Any]:
@@ -461,8 +437,8 @@ def _encode_pair(
         if chat and not tokenizer.has_chat_template:
             raise ValueError(f"{chat=}, but the model has no chat template.")
         prompt, target = _tokenize(tokenizer, prompt, target, chat)
-    prompt = _token_ids("prompt", prompt, config)
-    target = _token_ids("target", target, config)
+    prompt = no_masks(config, token_ids(config, prompt))
+    target = no_masks(config, token_ids(config, target, "target"), "target")
     if not target:
         raise ValueError("the target is empty: it must have at least one token.")
     if not prompt:

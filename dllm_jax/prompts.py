@@ -39,17 +39,12 @@ def encode_prompt(
         else:
             ids = tokenizer.encode(prompt)
     else:
-        ids = _whole_numbers(prompt)
+        ids = token_ids(config, prompt)
     if not ids:
         if config.bos_id is None:
             raise ValueError("the prompt is empty and the model has no BOS token.")
         ids = [config.bos_id]
-    _check_ids(config, ids)
-    if config.mask_id in ids:
-        raise ValueError(
-            f"token id {config.mask_id} is the mask token: a prompt must not "
-            "contain it (infilling fills holes)."
-        )
+    no_masks(config, ids)
     end = len(ids) + max_new_tokens
     if end > config.max_positions:
         raise ValueError(
@@ -84,9 +79,8 @@ def encode_holes(
                 ids += tokenizer.encode(piece, add_special_tokens=not index)
         what = f"with {marker} or {marker[:-1]}:n{marker[-1]}"
     else:
-        ids = _whole_numbers(prompt)
+        ids = token_ids(config, prompt)
         what = f"with the mask id {config.mask_id}"
-    _check_ids(config, ids)
     if config.mask_id not in ids:
         raise ValueError(f"the prompt has no hole: mark missing tokens {what}.")
     if len(ids) > config.max_positions:
@@ -101,20 +95,31 @@ def _no_tokenizer() -> ValueError:
     return ValueError("the model has no tokenizer: give prompts as token ids.")
 
 
-def _whole_numbers(prompt: Sequence[int]) -> list[int]:
+def token_ids(
+    config: ModelConfig, tokens: Sequence[int], name: str = "prompt"
+) -> list[int]:
+    """Token ids inside the vocabulary; raises ValueError that says what `name` has."""
     try:
-        ids = [operator.index(i) for i in prompt if not isinstance(i, bool)]
-        whole = len(ids) == len(prompt)
+        ids = [operator.index(i) for i in tokens if not isinstance(i, bool)]
+        whole = len(ids) == len(tokens)
     except TypeError:
         whole = False
     if not whole:
-        raise ValueError(f"prompt {prompt!r} must be a text or a list of token ids.")
-    return ids
-
-
-def _check_ids(config: ModelConfig, ids: list[int]) -> None:
+        raise ValueError(f"{name} {tokens!r} must be a text or a list of token ids.")
     bad = [i for i in ids if not 0 <= i < config.vocab_size]
     if bad:
         raise ValueError(
-            f"token id {bad[0]} is outside the vocabulary of {config.vocab_size}."
+            f"token id {bad[0]} of the {name} is outside the vocabulary of "
+            f"{config.vocab_size}."
         )
+    return ids
+
+
+def no_masks(config: ModelConfig, ids: list[int], name: str = "prompt") -> list[int]:
+    """The same ids; raises ValueError if the mask id is among them."""
+    if config.mask_id in ids:
+        raise ValueError(
+            f"token id {config.mask_id} is the mask token: a {name} must not contain it "
+            "(infilling fills holes)."
+        )
+    return ids

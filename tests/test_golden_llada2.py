@@ -25,8 +25,8 @@ from tiny import quick_compilation
 from dllm_jax import generate, layouts, transformer
 from dllm_jax.cache import append, init_cache
 from dllm_jax.decoding import DECODERS, loop
-from dllm_jax.model import Model, load, model_fns
 from dllm_jax.layers import swiglu
+from dllm_jax.model import Model, load, model_fns
 from dllm_jax.moe import mixture, route
 from dllm_jax.sampling import propose
 from dllm_jax.settings import resolve_settings, traced_settings

@@ -29,7 +29,8 @@ from tiny import (
     token_code,
 )
 
-from dllm_jax.decoding import DECODERS, loop, masked
+from dllm_jax import unmasking
+from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding.base import UNDECIDED
 from dllm_jax.generate import generate, plan
 from dllm_jax.settings import resolve_settings
