@@ -83,14 +83,19 @@ def top_count(score: jax.Array, masked: jax.Array, count: jax.Array) -> jax.Arra
     return masked & (_rank(score, masked) < count[:, None])
 
 
-def _rank(score: jax.Array, masked: jax.Array) -> jax.Array:
+def _rank(
+    score: jax.Array, masked: jax.Array, rivals: jax.Array | None = None
+) -> jax.Array:
     """How many masked slots come before each slot: int32 `[B, T]`.
 
     Counted pair by pair: a block is short, and sorts are slow to compile and to run.
+    `rivals` bool `[B, T, T]` says which slots count for which; all if None.
     """
     slot = jnp.arange(score.shape[-1])
     this, other = score[:, :, None], score[:, None, :]
     before = (other > this) | ((other == this) & (slot[None, :] < slot[:, None]))
+    if rivals is not None:
+        before &= rivals
     return jnp.sum(before & masked[:, None, :], axis=-1, dtype=jnp.int32)
 
 
@@ -132,6 +137,18 @@ def best_and(passing: jax.Array, score: jax.Array, masked: jax.Array) -> jax.Arr
       masked: bool `[B, T]`.
     """
     return masked & (passing | (_rank(score, masked) == 0))
+
+
+def best_of_runs(score: jax.Array, masked: jax.Array) -> jax.Array:
+    """The best slot of every run of masked slots without a gap.
+
+    Args:
+      score: float32 `[B, T]`.
+      masked: bool `[B, T]`.
+    """
+    run = jnp.cumsum(~masked, axis=-1)
+    same = run[:, :, None] == run[:, None, :]
+    return masked & (_rank(score, masked, same) == 0)
 
 
 def confident_together(

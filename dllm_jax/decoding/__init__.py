@@ -1,6 +1,16 @@
 """Decoding methods, one file each; importing this package registers them all."""
 
-from dllm_jax.decoding import ar, block, edit, fast_dllm, fast_dllm_v2, masked
+from dllm_jax.decoding import (
+    ar,
+    block,
+    credit,
+    edit,
+    fast_dllm,
+    fast_dllm_v2,
+    klass,
+    masked,
+    wino,
+)
 from dllm_jax.decoding.base import DECODERS, Decoder
 
 __all__ = (
@@ -8,8 +18,11 @@ __all__ = (
     "Decoder",
     "ar",
     "block",
+    "credit",
     "edit",
     "fast_dllm",
     "fast_dllm_v2",
+    "klass",
     "masked",
+    "wino",
 )

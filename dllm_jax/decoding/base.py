@@ -82,7 +82,7 @@ class DecodeState:
 
     C is the canvas: prompt, generated slots, and slack of one block. A slot behind the
     prompt is masked exactly where it holds the mask id: prompts are checked not to contain
-    it, and no rule ever writes it.
+    it, and no rule ever proposes it.
     """
 
     canvas: Any  # [B, C] int32
@@ -99,6 +99,7 @@ class DecodeState:
     forwards: Forwards
     confidence: Any  # [B, C] float32, of each token when it was unmasked
     unmask_forward: Any  # [B, C] int32, number of the forward that unmasked it, from 0
+    memory: Any = None  # what else a decoder remembers from step to step, [B, ..] leaves
 
 
 def setting(

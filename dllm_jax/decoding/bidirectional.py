@@ -86,24 +86,16 @@ def _gather(hidden: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(hidden, index[..., None], axis=1)
 
 
-def look_at_all(
-    fns: ModelFns, tokens: jax.Array, end: jax.Array, index: jax.Array
-) -> jax.Array:
-    """Hidden states that predict some slots, from a forward over whole canvases.
-
-    Args:
-      fns: the model.
-      tokens: int32 `[B, C]`.
-      end: int32 `[B]`, lengths of the rows.
-      index: int32 `[B, W]`, the slots.
-
-    Returns:
-      `[B, W, D]`.
-    """
+def run_canvas(fns: ModelFns, tokens: jax.Array, end: jax.Array) -> jax.Array:
+    """Hidden states `[B, C, D]` of whole canvases, int32 `[B, C]` of lengths `[B]`."""
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     fields = layouts.bidirectional(position, valid=position < end[:, None])
-    hidden = fns.forward(tokens, fields, None).hidden
-    return _gather(hidden, _predicting(fns.config, index, jnp.int32(0)))
+    return fns.forward(tokens, fields, None).hidden
+
+
+def predict(config: ModelConfig, hidden: jax.Array, index: jax.Array) -> jax.Array:
+    """Which of `hidden` `[B, C, D]` predict the slots int32 `[B, W]`: `[B, W, D]`."""
+    return _gather(hidden, _predicting(config, index, jnp.int32(0)))
 
 
 def look(
@@ -126,7 +118,8 @@ def look(
     """
     active = ~state.done
     if kind == "none":
-        hidden = look_at_all(fns, state.canvas, state.end, window.index)
+        hidden = run_canvas(fns, state.canvas, state.end)
+        hidden = predict(fns.config, hidden, window.index)
         return hidden, _count(state, jnp.where(active, state.end, 0))
     slots = state.canvas.shape[1]
     opening = active & (state.step == 0)
@@ -200,6 +193,32 @@ def settle(
     return first_mask, first_mask > jnp.minimum(first(is_stop), state.end - 1)
 
 
+def close(
+    state: DecodeState,
+    first_mask: jax.Array,
+    over: jax.Array,
+    enough: jax.Array,
+    steps_done: jax.Array,
+) -> DecodeState:
+    """The state after a denoising forward: rows go on in their block, open one, or end.
+
+    Args:
+      state: after the step's tokens were written.
+      first_mask: int32 `[B]`, from `settle`: where the next block begins.
+      over: bool `[B]`, whether the open block is finished.
+      enough: bool `[B]`, whether the row is.
+      steps_done: int32 `[B]`, steps of the block.
+    """
+    active = ~state.done
+    moving = active & over & ~enough
+    return state.replace(
+        cursor=jnp.where(moving, first_mask, state.cursor),
+        step=jnp.where(moving, 0, jnp.where(active, steps_done, state.step)),
+        done=state.done | enough,
+        forwards=state.forwards.add(jnp.zeros_like(state.step), denoise=active),
+    )
+
+
 def fold_in(keys: jax.Array, numbers: jax.Array) -> jax.Array:
     """One key a row `[B]` for numbers `[B]`, or one a slot `[B, W]` for `[B, W]`."""
     fold = jax.random.fold_in
@@ -242,3 +261,22 @@ def probability(logits: jax.Array, token: jax.Array) -> jax.Array:
     """Probability of `token` `[B, W]` under `logits` `[B, W, V]`, float32."""
     chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
     return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1))
+
+
+def propose_plain(
+    settings: SamplingSettings, config: ModelConfig, logits: jax.Array, keys: jax.Array
+) -> sampling.Proposal:
+    """Tokens as sampled; confidence and entropy before temperature and filters.
+
+    Args:
+      settings: resolved.
+      config: for its mask id.
+      logits: float32 `[B, W, V]`.
+      keys: keys `[B, W]`, consumed.
+    """
+    proposal = sampling.propose(logits, config.mask_id)
+    if not settings.sample:
+        return proposal
+    knobs = sampling.SamplingKnobs(settings.temperature, settings.top_k, settings.top_p)
+    token = propose_each(settings, config, logits, keys, knobs).token
+    return proposal._replace(token=token, confidence=probability(logits, token))

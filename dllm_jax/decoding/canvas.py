@@ -103,3 +103,21 @@ def unmask(
         unmask_forward=write(state.unmask_forward, start, forward),
     )
     return state, tokens
+
+
+def mask_again(
+    fns: ModelFns,
+    state: DecodeState,
+    start: jax.Array,
+    index: jax.Array,
+    revoked: jax.Array,
+) -> DecodeState:
+    """Takes tokens back: their slots are masked and undecided. Arguments as `unmask`."""
+
+    def put(values, new):
+        return write(values, start, jnp.where(revoked, new, read(values, index)))
+
+    return state.replace(
+        canvas=put(state.canvas, jnp.int32(fns.config.mask_id)),
+        unmask_forward=put(state.unmask_forward, jnp.int32(UNDECIDED)),
+    )

@@ -15,6 +15,8 @@ A strategy is a score and what a step takes by it, always including the best slo
     low_confidence              an even quota of the most confident
     low_entropy                 an even quota of the least entropy
     entropy                     the least entropy, by Dream's time schedule
+    hierarchy                   confidence > threshold, and of every run of masks the best
+                                if > low_threshold (dInfer; specs, LEAP and KLASS 9.4)
 
 Confidence is the probability of the token, entropy that of its distribution, both before
 temperature and filters.
@@ -49,11 +51,11 @@ from dllm_jax.decoding.base import (
 from dllm_jax.decoding.bidirectional import (
     CACHES,
     Window,
+    close,
     fold_in,
     look,
     open_window,
-    probability,
-    propose_each,
+    propose_plain,
     settle,
     window_width,
 )
@@ -67,10 +69,12 @@ STRATEGIES = (
     "low_confidence",
     "low_entropy",
     "entropy",
+    "hierarchy",
 )
 # Which strategies read a setting, where not all do; what it is if not given.
 _READERS = {
-    "threshold": ("confidence_threshold", "confidence_threshold_quota"),
+    "threshold": ("confidence_threshold", "confidence_threshold_quota", "hierarchy"),
+    "low_threshold": ("hierarchy",),
     "factor": ("factor", "factor_script"),
     "entropy_threshold": ("entropy_threshold",),
     "eps": ("entropy",),
@@ -83,6 +87,7 @@ _READERS = {
 }
 _DEFAULTS = {
     "threshold": 0.9,
+    "low_threshold": 0.4,
     "factor": 1.0,
     "entropy_threshold": 0.5,
     "eps": 1e-3,
@@ -118,6 +123,13 @@ class FastDLLMSettings(SamplingSettings):
         "confidence from which (>=) a slot is unmasked at once; 0.9 if not given",
         traced=True,
         aliases=("confidence_threshold",),
+        kind=float,
+    )
+    low_threshold: float | None = setting(
+        None,
+        "hierarchy: confidence above which (>) the best of a run of masks is unmasked; "
+        "0.4 if not given",
+        traced=True,
         kind=float,
     )
     factor: float | None = setting(
@@ -215,18 +227,6 @@ def init(
     return state
 
 
-def _propose(
-    settings: FastDLLMSettings, config: ModelConfig, logits: jax.Array, keys: jax.Array
-) -> sampling.Proposal:
-    """Tokens as sampled; confidence and entropy before temperature and filters."""
-    proposal = sampling.propose(logits, config.mask_id)
-    if not settings.sample:
-        return proposal
-    knobs = sampling.SamplingKnobs(settings.temperature, settings.top_k, settings.top_p)
-    token = propose_each(settings, config, logits, keys, knobs).token
-    return proposal._replace(token=token, confidence=probability(logits, token))
-
-
 def choose(
     settings: FastDLLMSettings,
     proposal: sampling.Proposal,
@@ -262,6 +262,11 @@ def choose(
         return unmasking.confident_together(
             confidence, masked, settings.factor, strategy == "factor_script"
         )
+    if strategy == "hierarchy":
+        passing = confidence > settings.threshold
+        leads = unmasking.best_of_runs(confidence, masked)
+        passing |= leads & (confidence > settings.low_threshold)
+        return unmasking.best_and(passing, confidence, masked)
     if strategy == "entropy_threshold":
         certain = proposal.entropy <= settings.entropy_threshold
         return unmasking.best_and(certain, surety, masked)
@@ -274,7 +279,6 @@ def choose(
 
 def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> DecodeState:
     """One forward of the batch: each row opens a block or goes on in its own."""
-    active = ~state.done
     window = open_window(fns, settings.block_length, state)
     number = count = state.step
     at_first = window.masked & (window.index == state.cursor[:, None])
@@ -291,7 +295,7 @@ def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> Decod
     # By block and step, not by forward: forwards that are left out change no draw.
     keys = fold_in(fold_in(state.rng_key, state.cursor), number)
     keys = fold_in(keys, window.index)
-    proposal = _propose(settings, fns.config, fns.logits(hidden), keys)
+    proposal = propose_plain(settings, fns.config, fns.logits(hidden), keys)
     chosen = choose(settings, proposal, window, number, count)
     chosen = jnp.where(first_only[:, None], at_first, chosen)
     start = window.index[:, 0]
@@ -302,13 +306,7 @@ def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> Decod
         # As published: the cached loop of a block runs at least once.
         over &= (settings.cache == "none") | (state.step > 0)
         enough = over & (first_mask >= state.end)
-    moving = active & over & ~enough
-    return state.replace(
-        cursor=jnp.where(moving, first_mask, state.cursor),
-        step=jnp.where(moving, 0, jnp.where(active, number + 1, state.step)),
-        done=state.done | enough,
-        forwards=state.forwards.add(jnp.zeros_like(state.step), denoise=active),
-    )
+    return close(state, first_mask, over, enough, number + 1)
 
 
 def cache_label(settings: FastDLLMSettings) -> str:

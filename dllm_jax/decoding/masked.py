@@ -45,12 +45,14 @@ from dllm_jax.decoding.base import (
 )
 from dllm_jax.decoding.bidirectional import (
     Window,
+    close,
     draw_each,
     fold_in,
-    look_at_all,
     open_window,
+    predict,
     probability,
     propose_each,
+    run_canvas,
     settle,
     window_width,
 )
@@ -200,16 +202,19 @@ def _logits(
     fns: ModelFns, settings: MaskedSettings, state: DecodeState, window: Window
 ) -> jax.Array:
     """Logits that predict the window's slots: float32 `[B, W, V]`."""
-    if not settings.guided:
-        hidden = look_at_all(fns, state.canvas, state.end, window.index)
-        return fns.logits(hidden)
-    position = jnp.arange(state.canvas.shape[1], dtype=jnp.int32)
-    in_prompt = position < state.prompt_length[:, None]
-    without_prompt = jnp.where(in_prompt, fns.config.mask_id, state.canvas)
-    both = jnp.concatenate([state.canvas, without_prompt])
-    end, index = (jnp.concatenate([x, x]) for x in (state.end, window.index))
-    logits, unconditional = jnp.split(fns.logits(look_at_all(fns, both, end, index)), 2)
-    return unconditional + (settings.cfg_scale + 1.0) * (logits - unconditional)
+    tokens, end, index = state.canvas, state.end, window.index
+    if settings.guided:
+        position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        in_prompt = position < state.prompt_length[:, None]
+        without_prompt = jnp.where(in_prompt, fns.config.mask_id, tokens)
+        tokens = jnp.concatenate([tokens, without_prompt])
+        end, index = (jnp.concatenate([x, x]) for x in (end, index))
+    hidden = run_canvas(fns, tokens, end)
+    logits = fns.logits(predict(fns.config, hidden, index))
+    if settings.guided:
+        logits, unconditional = jnp.split(logits, 2)
+        logits = unconditional + (settings.cfg_scale + 1.0) * (logits - unconditional)
+    return logits
 
 
 def _is_any(tokens: jax.Array, ids: tuple[int, ...]) -> jax.Array:
@@ -359,14 +364,9 @@ def step(fns: ModelFns, settings: MaskedSettings, state: DecodeState) -> DecodeS
     if not settings.early_stop:
         over &= number + 1 >= _num_steps(settings, window.size)
         enough = over & (first_mask >= state.end)
-    moving = active & over & ~enough
-    positions = state.end * (2 if settings.guided else 1)
-    return state.replace(
-        cursor=jnp.where(moving, first_mask, state.cursor),
-        step=jnp.where(moving, 0, jnp.where(active, number + 1, state.step)),
-        done=state.done | enough,
-        forwards=state.forwards.add(jnp.where(active, positions, 0), denoise=active),
-    )
+    positions = jnp.where(active, state.end * (2 if settings.guided else 1), 0)
+    state = state.replace(forwards=state.forwards.add(positions))
+    return close(state, first_mask, over, enough, number + 1)
 
 
 def most_steps(settings: MaskedSettings, slots: int) -> jax.Array:
