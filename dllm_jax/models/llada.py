@@ -7,6 +7,8 @@ Facts: published configuration and model code (specs, LLaDA section 1). The leaf
 from dllm_jax.config import Family
 
 _FAST = {"decoder": "fast_dllm", "block_length": 32}
+_KLASS = {"decoder": "klass", "block_length": 64, "max_new_tokens": 256}
+_WINO = {"decoder": "wino", "block_length": 128, "max_new_tokens": 256}
 
 FAMILY = Family(
     name="llada",
@@ -81,5 +83,13 @@ FAMILY = Family(
         "llada-dual-cache": {**_FAST, "cache": "dual", "threshold": 0.9},
         "llada-factor": {**_FAST, "cache": "none", "factor": 1.0},
         "dparallel-llada": {**_FAST, "cache": "none", "entropy_threshold": 0.5},
+        "klass-llada-gsm8k": {**_KLASS, "threshold": 0.6, "kl_threshold": 0.015},
+        "klass-llada-math": {**_KLASS, "threshold": 0.6, "kl_threshold": 0.010},
+        "klass-llada-humaneval": {**_KLASS, "threshold": 0.9, "kl_threshold": 0.010},
+        "klass-llada-mbpp": {**_KLASS, "threshold": 0.7, "kl_threshold": 0.010},
+        "wino-llada-gsm8k": {**_WINO, "threshold": 0.6},
+        "wino-llada-math": {**_WINO, "threshold": 0.7},
+        "wino-llada-mbpp": {**_WINO, "threshold": 0.8},
+        "credit-llada": {"decoder": "credit", "block_length": 32},
     },
 )
