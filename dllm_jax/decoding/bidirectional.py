@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dllm_jax import layouts, sampling
+from dllm_jax import layouts, sampling, unmasking
 from dllm_jax.cache import refill
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import canvas
@@ -194,22 +194,34 @@ def settle(
 
 
 def close(
+    fns: ModelFns,
     state: DecodeState,
-    first_mask: jax.Array,
-    over: jax.Array,
-    enough: jax.Array,
+    window: Window,
     steps_done: jax.Array,
+    *,
+    early_stop: bool = True,
+    ready: jax.Array | bool = True,
+    revocable: bool = False,
 ) -> DecodeState:
     """The state after a denoising forward: rows go on in their block, open one, or end.
 
     Args:
+      fns: the model.
       state: after the step's tokens were written.
-      first_mask: int32 `[B]`, from `settle`: where the next block begins.
-      over: bool `[B]`, whether the open block is finished.
-      enough: bool `[B]`, whether the row is.
+      window: as before the step.
       steps_done: int32 `[B]`, steps of the block.
+      early_stop: static; ends a row as soon as all it returns is decided, not only with
+        its last block.
+      ready: bool `[B]`, whether a block without masks may be left; it is run again if not.
+      revocable: static; tokens of the open block may still be taken back.
     """
     active = ~state.done
+    first_mask, enough = settle(fns, state, window.block_end)
+    over = (first_mask >= window.block_end) & ready
+    if not early_stop:
+        enough = over & (first_mask >= state.end)
+    if revocable:
+        enough &= over
     moving = active & over & ~enough
     return state.replace(
         cursor=jnp.where(moving, first_mask, state.cursor),
@@ -217,6 +229,39 @@ def close(
         done=state.done | enough,
         forwards=state.forwards.add(jnp.zeros_like(state.step), denoise=active),
     )
+
+
+def check_bidirectional(config: ModelConfig) -> None:
+    """Raises ValueError for a model of another attention."""
+    if config.attention != "bidirectional":
+        raise ValueError(
+            "this decoder needs bidirectional attention; the model has "
+            f"attention={config.attention!r}."
+        )
+
+
+def num_steps(denoising_steps: jax.Array, window: Window) -> jax.Array:
+    """Steps over which each block is spread, int32 `[B]`; one a slot if 0 are wanted."""
+    return jnp.where(denoising_steps > 0, denoising_steps, jnp.maximum(window.size, 1))
+
+
+def even_quota(denoising_steps: jax.Array, step: jax.Array, window: Window) -> jax.Array:
+    """How many slots step number `step` int32 `[B]` unmasks, evenly spread: int32 `[B]`.
+
+    With more steps than slots the last would have none, but find nothing masked.
+    """
+    steps = num_steps(denoising_steps, window)
+    return unmasking.linear_quota(step, window.size, steps)
+
+
+def slot_keys(state: DecodeState, window: Window, number: jax.Array) -> jax.Array:
+    """A key for every slot of the window: keys `[B, W]`, for one draw.
+
+    They depend on the block and the step's `number` int32 `[B]`, not on the forward:
+    forwards that are left out change no draw.
+    """
+    keys = fold_in(fold_in(state.rng_key, state.cursor), number)
+    return fold_in(keys, window.index)
 
 
 def fold_in(keys: jax.Array, numbers: jax.Array) -> jax.Array:

@@ -37,11 +37,10 @@ from dllm_jax.decoding.bidirectional import (
     CACHES,
     Window,
     close,
-    fold_in,
     look,
     open_window,
     propose_plain,
-    settle,
+    slot_keys,
     window_width,
 )
 
@@ -152,20 +151,15 @@ def step(fns: ModelFns, settings: CreditSettings, state: DecodeState) -> DecodeS
     votes = _vote(settings, state.memory, window, first_choice, state.step)
     credit = _credit(votes, logits.shape[-1])
     logits = logits + settings.alpha * jnp.log1p(credit)
-    keys = fold_in(fold_in(state.rng_key, state.cursor), state.step)
-    keys = fold_in(keys, window.index)
+    keys = slot_keys(state, window, state.step)
     proposal = propose_plain(settings, fns.config, logits, keys)
     confidence = proposal.confidence
     best = jnp.max(jnp.where(window.masked, confidence, 0.0), axis=-1, keepdims=True)
     passing = confidence >= jnp.minimum(settings.threshold, best - _AS_GOOD)
     chosen = unmasking.best_and(passing, confidence, window.masked)
     state, _ = canvas.unmask(state, window.index[:, 0], window.index, proposal, chosen)
-    first_mask, enough = settle(fns, state, window.block_end)
-    if not settings.early_stop:
-        enough = first_mask >= state.end
-    over = first_mask >= window.block_end
     state = state.replace(memory=votes)
-    return close(state, first_mask, over, enough, state.step + 1)
+    return close(fns, state, window, state.step + 1, early_stop=settings.early_stop)
 
 
 register(

@@ -51,12 +51,14 @@ from dllm_jax.decoding.base import (
 from dllm_jax.decoding.bidirectional import (
     CACHES,
     Window,
+    check_bidirectional,
     close,
-    fold_in,
+    even_quota,
     look,
+    num_steps,
     open_window,
     propose_plain,
-    settle,
+    slot_keys,
     window_width,
 )
 
@@ -169,11 +171,7 @@ class FastDLLMSettings(SamplingSettings):
 
 def resolve(settings: FastDLLMSettings, config: ModelConfig) -> FastDLLMSettings:
     """Fills in what was not given and checks everything; raises ValueError."""
-    if config.attention != "bidirectional":
-        raise ValueError(
-            "this decoder needs bidirectional attention; the model has "
-            f"attention={config.attention!r}."
-        )
+    check_bidirectional(config)
     strategy = settings.remasking_strategy
     if strategy is None:
         named = ("factor", "entropy_threshold")
@@ -246,12 +244,11 @@ def choose(
     confidence, surety = proposal.confidence, -proposal.entropy
     masked, strategy = window.masked, settings.remasking_strategy
     confident = confidence >= settings.threshold
-    steps = settings.denoising_steps
-    steps = jnp.where(steps > 0, steps, jnp.maximum(window.size, 1))
-    quota = unmasking.linear_quota(step, window.size, steps)
+    quota = even_quota(settings.denoising_steps, step, window)
     if strategy == "confidence_threshold":
         return unmasking.best_and(confident, confidence, masked)
     if strategy == "confidence_threshold_quota":
+        steps = num_steps(settings.denoising_steps, window)
         so_far = (step + 1) * (window.size // steps)
         so_far += jnp.minimum(step + 1, window.size % steps)
         due = jnp.where(step + 1 < steps, so_far, window.size)
@@ -292,21 +289,17 @@ def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> Decod
         number, count = unmasking.next_useful(state.step, counts, settings.early_stop)
         number = jnp.where(first_only, state.step, number)
     hidden, state = look(fns, settings.cache, state, window)
-    # By block and step, not by forward: forwards that are left out change no draw.
-    keys = fold_in(fold_in(state.rng_key, state.cursor), number)
-    keys = fold_in(keys, window.index)
+    keys = slot_keys(state, window, number)
     proposal = propose_plain(settings, fns.config, fns.logits(hidden), keys)
     chosen = choose(settings, proposal, window, number, count)
     chosen = jnp.where(first_only[:, None], at_first, chosen)
     start = window.index[:, 0]
     state, _ = canvas.unmask(state, start, window.index, proposal, chosen)
-    first_mask, enough = settle(fns, state, window.block_end)
-    over = first_mask >= window.block_end
-    if not settings.early_stop:
-        # As published: the cached loop of a block runs at least once.
-        over &= (settings.cache == "none") | (state.step > 0)
-        enough = over & (first_mask >= state.end)
-    return close(state, first_mask, over, enough, number + 1)
+    # As published, without early stop: the cached loop of a block runs at least once.
+    ready = settings.early_stop | (settings.cache == "none") | (state.step > 0)
+    return close(
+        fns, state, window, number + 1, early_stop=settings.early_stop, ready=ready
+    )
 
 
 def cache_label(settings: FastDLLMSettings) -> str:

@@ -37,13 +37,14 @@ from dllm_jax.decoding.base import (
     setting,
 )
 from dllm_jax.decoding.bidirectional import (
+    check_bidirectional,
     close,
-    fold_in,
+    even_quota,
     open_window,
     predict,
     propose_plain,
     run_canvas,
-    settle,
+    slot_keys,
     window_width,
 )
 
@@ -95,11 +96,7 @@ class Memory:
 
 def resolve(settings: KLASSSettings, config: ModelConfig) -> KLASSSettings:
     """Checks everything; raises ValueError."""
-    if config.attention != "bidirectional":
-        raise ValueError(
-            "this decoder needs bidirectional attention; the model has "
-            f"attention={config.attention!r}."
-        )
+    check_bidirectional(config)
     check_choices(settings)
     check_at_least(
         settings,
@@ -150,8 +147,7 @@ def step(fns: ModelFns, settings: KLASSSettings, state: DecodeState) -> DecodeSt
     change = jnp.where(state.forwards.denoise[:, None] == 0, jnp.inf, change)
     history = jnp.where(state.step[:, None, None] == 0, jnp.inf, memory.history)
     history = jnp.concatenate([history[..., 1:], change[..., None]], axis=-1)
-    keys = fold_in(fold_in(state.rng_key, state.cursor), state.step)
-    keys = fold_in(keys, window.index)
+    keys = slot_keys(state, window, state.step)
     proposal = propose_plain(settings, fns.config, logits, keys)
     confidence = proposal.confidence
 
@@ -163,22 +159,16 @@ def step(fns: ModelFns, settings: KLASSSettings, state: DecodeState) -> DecodeSt
         "max_conf": unmasking.top_count(confidence, ready, one),
         "min_kl": unmasking.top_count(-change, ready, one),
     }[settings.unmask_strategy]
-    steps = settings.denoising_steps
-    steps = jnp.where(steps > 0, steps, jnp.maximum(window.size, 1))
-    quota = unmasking.linear_quota(state.step, window.size, steps)
+    quota = even_quota(settings.denoising_steps, state.step, window)
     best = unmasking.top_count(confidence, masked, quota)
     chosen = jnp.where(jnp.any(ready, axis=-1, keepdims=True), picked, best)
 
     state, _ = canvas.unmask(state, window.index[:, 0], window.index, proposal, chosen)
-    first_mask, enough = settle(fns, state, window.block_end)
-    over = first_mask >= window.block_end
-    if not settings.early_stop:
-        enough = first_mask >= state.end
     state = state.replace(
         memory=Memory(hidden, history),
         forwards=state.forwards.add(jnp.where(state.done, 0, state.end)),
     )
-    return close(state, first_mask, over, enough, state.step + 1)
+    return close(fns, state, window, state.step + 1, early_stop=settings.early_stop)
 
 
 register(

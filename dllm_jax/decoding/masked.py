@@ -45,15 +45,17 @@ from dllm_jax.decoding.base import (
 )
 from dllm_jax.decoding.bidirectional import (
     Window,
+    check_bidirectional,
     close,
     draw_each,
+    even_quota,
     fold_in,
+    num_steps,
     open_window,
     predict,
     probability,
     propose_each,
     run_canvas,
-    settle,
     window_width,
 )
 
@@ -123,11 +125,7 @@ class MaskedSettings(SamplingSettings):
 
 def resolve(settings: MaskedSettings, config: ModelConfig) -> MaskedSettings:
     """Fills in what was not given and checks everything; raises ValueError."""
-    if config.attention != "bidirectional":
-        raise ValueError(
-            "this decoder needs bidirectional attention; the model has "
-            f"attention={config.attention!r}."
-        )
+    check_bidirectional(config)
     check_choices(settings)
     check_at_least(
         settings,
@@ -322,9 +320,7 @@ def _quota(
         share of survivors is at most that. The same law as a draw in each step.
     """
     if settings.remasking_strategy not in _SCHEDULED:
-        steps = _num_steps(settings, window.size)
-        # More steps than slots: the last steps would have 0, but find nothing masked.
-        return state.step, unmasking.linear_quota(state.step, window.size, steps)
+        return state.step, even_quota(settings.denoising_steps, state.step, window)
     if settings.remasking_strategy == "origin":
         survivors = jnp.cumprod(1.0 - settings.reveal)
         due = window.masked[..., None] & (fate[..., None] >= survivors)
@@ -333,12 +329,6 @@ def _quota(
         remaining = jnp.sum(window.masked, axis=-1, dtype=jnp.int32)
         counts = unmasking.scheduled_counts(remaining, settings.reveal)
     return unmasking.next_useful(state.step, counts, settings.early_stop)
-
-
-def _num_steps(settings: MaskedSettings, size: jax.Array) -> jax.Array:
-    """Steps of a block of `size` int32 `[B]` slots."""
-    steps = settings.denoising_steps
-    return jnp.where(steps > 0, steps, jnp.maximum(size, 1))
 
 
 def step(fns: ModelFns, settings: MaskedSettings, state: DecodeState) -> DecodeState:
@@ -359,14 +349,17 @@ def step(fns: ModelFns, settings: MaskedSettings, state: DecodeState) -> DecodeS
     chosen = unmasking.top_count(score, window.masked, count)
     start = window.index[:, 0]
     state, _ = canvas.unmask(state, start, window.index, proposal, chosen)
-    first_mask, enough = settle(fns, state, window.block_end)
-    over = first_mask >= window.block_end
-    if not settings.early_stop:
-        over &= number + 1 >= _num_steps(settings, window.size)
-        enough = over & (first_mask >= state.end)
     positions = jnp.where(active, state.end * (2 if settings.guided else 1), 0)
     state = state.replace(forwards=state.forwards.add(positions))
-    return close(state, first_mask, over, enough, number + 1)
+    ready = number + 1 >= num_steps(settings.denoising_steps, window)
+    return close(
+        fns,
+        state,
+        window,
+        number + 1,
+        early_stop=settings.early_stop,
+        ready=ready | settings.early_stop,
+    )
 
 
 def most_steps(settings: MaskedSettings, slots: int) -> jax.Array:

@@ -32,11 +32,10 @@ from dllm_jax.decoding.base import (
 from dllm_jax.decoding.bidirectional import (
     Window,
     close,
-    fold_in,
     open_window,
     probability,
     propose_plain,
-    settle,
+    slot_keys,
 )
 
 _LEAST_CAP, _MOST_CAP = 5, 20  # as published, as is the share of 0.7
@@ -110,8 +109,7 @@ def step(fns: ModelFns, settings: WINOSettings, state: DecodeState) -> DecodeSta
     window = open_window(fns, settings.block_length, state)
     masked, previous = window.masked, state.memory
     own, shadow = _run(fns, state, window)
-    keys = fold_in(fold_in(state.rng_key, state.cursor), state.step)
-    keys = fold_in(keys, window.index)
+    keys = slot_keys(state, window, state.step)
     proposal = propose_plain(settings, fns.config, fns.logits(own), keys)
     confidence = proposal.confidence
 
@@ -134,14 +132,12 @@ def step(fns: ModelFns, settings: WINOSettings, state: DecodeState) -> DecodeSta
     start = window.index[:, 0]
     state, _ = canvas.unmask(state, start, window.index, proposal, chosen)
     state = canvas.mask_again(fns, state, start, window.index, revoked)
-    first_mask, enough = settle(fns, state, window.block_end)
-    over = first_mask >= window.block_end
     positions = state.end + count(window.inside)
     state = state.replace(
         memory=count(chosen),
         forwards=state.forwards.add(jnp.where(state.done, 0, positions)),
     )
-    return close(state, first_mask, over, over & enough, state.step + 1)
+    return close(fns, state, window, state.step + 1, revocable=True)
 
 
 register(
