@@ -84,11 +84,15 @@ class Model:
         return self._programs[full_key](*args)
 
 
-def model_fns(params: Params, config: ModelConfig) -> ModelFns:
-    """Binds parameters to the transformer's functions."""
+def model_fns(
+    params: Params, config: ModelConfig, implementation: str = "auto"
+) -> ModelFns:
+    """Binds parameters, and the attention of `attention.attend`, to the transformer."""
     return ModelFns(
         config=config,
-        forward=functools.partial(transformer.forward, params, config),
+        forward=functools.partial(
+            transformer.forward, params, config, implementation=implementation
+        ),
         logits=functools.partial(transformer.logits, params),
         init_cache=lambda batch, slots: init_cache(
             config, batch, slots, params.embed.dtype

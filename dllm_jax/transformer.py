@@ -29,6 +29,7 @@ def forward(
     tokens: jax.Array,
     fields: TokenFields,
     cache: KVCache | None = None,
+    implementation: str = "auto",
 ) -> ForwardOutput:
     """Runs fresh tokens through the model; the cache is only read.
 
@@ -38,6 +39,7 @@ def forward(
       tokens: int32 `[B, T]`, ids below `config.vocab_size`.
       fields: `[B, T]` each, which decide positions and who sees whom.
       cache: the committed prefix of every row, or None.
+      implementation: static, of the attention (`attention.attend`).
 
     Returns:
       Hidden states, and the fresh keys and values, which `cache.append` can keep.
@@ -61,7 +63,7 @@ def forward(
             k = apply_rope(heads(y, layer.k, layer.k_bias, layer.k_norm), cos, sin)
             k = k.swapaxes(1, 2)
             v = heads(y, layer.v, layer.v_bias, None).swapaxes(1, 2)
-            out = attend(q, k, v, fields, cache, index)
+            out = attend(q, k, v, fields, cache, index, implementation)
             x = x + out.reshape(batch, num_tokens, -1) @ layer.o
         with jax.named_scope("mlp"):
             y = rms_norm(x, layer.mlp_norm, config.norm_eps)
