@@ -13,7 +13,7 @@ from dllm_jax.cache import KVCache
 from kernels_pallas import (
     BlockSizes,
     CachedKV,
-    TokenFields,
+    PackedFields,
     attend_reference,
     paired_attention,
 )
@@ -23,18 +23,18 @@ _logger = logging.getLogger(__name__)
 IMPLEMENTATIONS = ("auto", "pallas", "xla")
 
 
-def _xla(q, k, v, fields, cached: CachedKV | None, layer) -> jax.Array:
-    if cached is None:
-        return attend_reference(q, k, v, fields)
-    return attend_reference(q, k, v, fields, cached.of_layer(layer))
+def _xla(q, k, v, packed: PackedFields, cached: CachedKV | None, layer) -> jax.Array:
+    if cached is not None:
+        cached = cached.of_layer(layer)
+    return attend_reference(q, k, v, packed.fields, cached)
 
 
-def _pallas(q, k, v, fields, cached: CachedKV | None, layer) -> jax.Array:
+def _pallas(q, k, v, packed: PackedFields, cached: CachedKV | None, layer) -> jax.Array:
     platform, device_kind = _target()
     if platform != "tpu":
         raise NotImplementedError(f"the Pallas kernel does not run on {platform}")
     sizes = BlockSizes.for_device(device_kind)
-    return paired_attention(q, k, v, fields, cached, layer, block_sizes=sizes)
+    return paired_attention(q, k, v, packed, cached, layer, block_sizes=sizes)
 
 
 _BACKENDS = {"pallas": _pallas, "xla": _xla}
@@ -60,7 +60,7 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    fields: TokenFields,
+    fields: PackedFields,
     cache: KVCache | None,
     layer: jax.Array,
     implementation: str = "auto",
@@ -71,7 +71,7 @@ def attend(
       q: `[B, T, N, H]` roped queries.
       k: `[B, K, T, H]` roped fresh keys.
       v: `[B, K, T, H]` fresh values.
-      fields: fields of the fresh tokens, `[B, T]` each.
+      fields: of the fresh tokens, packed once for all layers by `pack_fields(.., N / K)`.
       cache: the committed prefix, read only, or None.
       layer: int32 scalar, which layer of the cache to read.
       implementation: "pallas" (TPU), "xla" (everywhere), or "auto": the first of these

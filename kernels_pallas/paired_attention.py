@@ -2,8 +2,8 @@
 
 The grid is (batch row, group of key heads, tile of query rows, step), and the steps of a
 tile go first through the cached keys and then through the fresh ones. A query row is one
-query head of one key head and one token, rows of a token next to each other: even a few
-tokens fill the sublanes of a matrix product.
+token under one of the query heads that share a key head, a head's tokens next to each
+other: even a few tokens fill the sublanes of a matrix product.
 
 The cache stays stacked over layers, for a slice in front of a kernel is a copy: the layer
 is a prefetched scalar which the index maps read. So are the rows' lengths; steps behind a
@@ -36,6 +36,31 @@ from kernels_pallas.visibility import (
 _LANES = 128
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+
+
+class PackedFields(NamedTuple):
+    """The fields of fresh tokens as the kernel reads them, the same for every layer.
+
+    XLA does not move the packing out of a loop over layers, for it grows the fields.
+    """
+
+    fields: TokenFields  # [B, T] each
+    query: jax.Array  # [B, G * T, 8] int32: position, time, slot of each query row
+    key: jax.Array  # [B, 8, T] int32: position, visible_from, visible_until, slot
+
+
+def pack_fields(fields: TokenFields, group: int) -> PackedFields:
+    """Packs `[B, T]` fields, for `group` query heads a key head."""
+
+    def packed(parts, axis):
+        spare = [(0, 0)] * 3
+        spare[axis] = (0, NUM_CACHED_FIELDS - len(parts))
+        return jnp.pad(jnp.stack(parts, axis=axis), spare)
+
+    query = packed((fields.position, fields.time, fields.slot), 2)
+    born, dies = fields.visible_from, fields.visible_until
+    key = packed((fields.position, born, dies, fields.slot), 1)
+    return PackedFields(fields, jnp.tile(query, (1, group, 1)), key)
 
 
 class _Plan(NamedTuple):
@@ -175,7 +200,7 @@ def _resident_index(plan: _Plan, row, tile, block):
     return (row * plan.row_tiles + tile) * plan.fresh_blocks + block
 
 
-def _blocks_per_tile(plan: _Plan, query: TokenFields, key: TokenFields) -> jax.Array:
+def _blocks_per_tile(plan: _Plan, packed: PackedFields) -> jax.Array:
     """Which fresh block is to be in VMEM at each step: int32, flat [B, tiles, blocks].
 
     The block of the step itself where a query of the tile may see a key of it, judged by
@@ -194,11 +219,12 @@ def _blocks_per_tile(plan: _Plan, query: TokenFields, key: TokenFields) -> jax.A
 
     of_tile = functools.partial(extremes, size=plan.rows, count=plan.row_tiles)
     of_block = functools.partial(extremes, size=plan.tokens, count=plan.fresh_blocks)
-    first, last = of_tile(query.time)
-    born, _ = of_block(key.visible_from)
-    _, dies = of_block(key.visible_until)
+    first, last = of_tile(packed.query[:, :, 1])
+    born, _ = of_block(packed.fields.visible_from)
+    _, dies = of_block(packed.fields.visible_until)
     alive = (born[:, None] <= last[:, :, None]) & (first[:, :, None] < dies[:, None])
-    wanted = alive | meet(of_tile(query.slot), of_block(key.slot))
+    slots = of_tile(packed.query[:, :, 2]), of_block(packed.fields.slot)
+    wanted = alive | meet(*slots)
     block = jnp.arange(plan.fresh_blocks, dtype=jnp.int32)
     latest = jax.lax.cummax(jnp.where(wanted, block, -1), axis=2)
     first_wanted = jnp.argmax(wanted, axis=2).astype(jnp.int32)[..., None]
@@ -336,32 +362,17 @@ def attention_cost(
     )
 
 
-def _forward(q, k, v, fields, cached: CachedKV | None, layer, sizes, interpret):
+def _forward(q, k, v, packed, cached: CachedKV | None, layer, sizes, interpret):
     batch, num_tokens, num_heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    group = num_heads // kv_heads
     plan = _make_plan(q, k, cached, sizes)
-    packed_q = q.reshape(batch, num_tokens, kv_heads, group, head_dim)
-    packed_q = packed_q.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
-
-    def per_row(field):  # [B, T] -> [B, T * G]
-        return jnp.repeat(field, group, axis=1)
-
-    def packed(parts, axis):
-        spare = [(0, 0)] * 3
-        spare[axis] = (0, NUM_CACHED_FIELDS - len(parts))
-        return jnp.pad(jnp.stack(parts, axis=axis), spare)
-
-    query = TokenFields(*(per_row(field) for field in fields))
-    query_lanes = packed((query.position, query.time, query.slot), 2)
-    born, dies = fields.visible_from, fields.visible_until
-    fresh_sublanes = packed((fields.position, born, dies, fields.slot), 1)
-
+    # XLA keeps queries head-major on TPU, so neither this nor the way back moves data.
+    packed_q = q.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
     at = _index_maps(plan)
     at_q, at_query, at_cached, at_cached_fields, at_scales, at_fresh, at_fields = at
     q_spec = pl.BlockSpec((None, plan.heads, plan.rows, head_dim), at_q)
     kv_spec = pl.BlockSpec((None, plan.heads, plan.tokens, head_dim), at_fresh)
-    operands = [packed_q, query_lanes, k, v, fresh_sublanes]
+    operands = [packed_q, packed.query, k, v, packed.key]
     specs = [
         q_spec,
         pl.BlockSpec((None, plan.rows, NUM_CACHED_FIELDS), at_query),
@@ -391,7 +402,7 @@ def _forward(q, k, v, fields, cached: CachedKV | None, layer, sizes, interpret):
         jnp.reshape(layer, (1,)).astype(jnp.int32),
         length,
         _source_rows(length),
-        _blocks_per_tile(plan, query, fields),
+        _blocks_per_tile(plan, packed),
     )
     call = pl.pallas_call(
         functools.partial(_kernel, plan=plan),
@@ -424,18 +435,17 @@ def _forward(q, k, v, fields, cached: CachedKV | None, layer, sizes, interpret):
         name="paired_attention",
     )
     out = call(*scalars, *operands)
-    out = out.reshape(batch, kv_heads, num_tokens, group, head_dim).swapaxes(1, 2)
-    return out.reshape(q.shape)
+    return out.reshape(batch, num_heads, num_tokens, head_dim).swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _attend(q, k, v, fields, cached, layer, sizes, interpret):
-    return _forward(q, k, v, fields, cached, layer, sizes, interpret)
+def _attend(q, k, v, packed, cached, layer, sizes, interpret):
+    return _forward(q, k, v, packed, cached, layer, sizes, interpret)
 
 
-def _attend_forward(q, k, v, fields, cached, layer, sizes, interpret):
-    out = _forward(q, k, v, fields, cached, layer, sizes, interpret)
-    return out, (q, k, v, fields, cached, layer)
+def _attend_forward(q, k, v, packed, cached, layer, sizes, interpret):
+    out = _forward(q, k, v, packed, cached, layer, sizes, interpret)
+    return out, (q, k, v, packed, cached, layer)
 
 
 def _attend_backward(sizes, interpret, residuals, out_gradient):
@@ -444,14 +454,14 @@ def _attend_backward(sizes, interpret, residuals, out_gradient):
     The cache is a constant: it gets no gradient.
     """
     del sizes, interpret
-    q, k, v, fields, cached, layer = residuals
+    q, k, v, packed, cached, layer = residuals
     of_layer = None if cached is None else cached.of_layer(layer)
 
     def recompute(q, k, v):
-        return attend_reference(q, k, v, fields, of_layer)
+        return attend_reference(q, k, v, packed.fields, of_layer)
 
     _, pull = jax.vjp(recompute, q, k, v)
-    nothing = jax.tree.map(lambda _: None, (fields, cached, layer))
+    nothing = jax.tree.map(lambda _: None, (packed, cached, layer))
     return (*pull(out_gradient), *nothing)
 
 
@@ -462,7 +472,7 @@ def paired_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    fields: TokenFields,
+    fields: TokenFields | PackedFields,
     cached: CachedKV | None = None,
     layer: jax.Array | int = 0,
     *,
@@ -477,7 +487,8 @@ def paired_attention(
       q: `[B, T, N, H]` roped queries, bfloat16 or float32; H 64, 128, 192 or 256.
       k: `[B, K, T, H]` roped fresh keys; query head n reads key head `n // (N / K)`.
       v: `[B, K, T, H]` fresh values.
-      fields: the fields of the fresh tokens, int32 `[B, T]` each.
+      fields: the fields of the fresh tokens, int32 `[B, T]` each, or the same packed once
+        for all layers by `pack_fields`.
       cached: None, or the stacked cache, in the dtype of `q` or int8 with scales. Slots at
         or beyond a row's length do not exist for it, whatever they hold.
       layer: int32 scalar, which layer of the cache to read.
@@ -493,4 +504,6 @@ def paired_attention(
     """
     sizes = block_sizes or BlockSizes()
     layer = jnp.asarray(layer, jnp.int32)
+    if isinstance(fields, TokenFields):
+        fields = pack_fields(fields, q.shape[2] // k.shape[1])
     return _attend(q, k, v, fields, cached, layer, sizes, interpret)

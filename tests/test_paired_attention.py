@@ -21,6 +21,7 @@ from kernels_pallas import (
     TokenFields,
     attend_reference,
     attention_cost,
+    pack_fields,
     pack_key_fields,
     paired_attention,
     unpack_key_fields,
@@ -243,7 +244,7 @@ def test_head_dim_256():
 
 def test_blocks_that_nobody_sees_are_not_computed():
     """Keys of later blocks may be NaN: a causal row never touches them."""
-    q, k, v, fields, _ = _inputs(_Case("causal", batch=1, tokens=300))
+    q, k, v, fields, _ = _inputs(_Case("causal", batch=1, tokens=300, group=1))
     fields = layouts.causal(fields.position)
     found = _pallas(q, k, v, fields, None)
     changed = _pallas(q, *(x.at[:, :, 256:].set(jnp.nan) for x in (k, v)), fields, None)
@@ -344,23 +345,29 @@ def _cache(cached: CachedKV) -> KVCache:
     return KVCache(cached.k, cached.v, cached.fields, cached.length)
 
 
+def _attend(q, k, v, fields, cache, implementation="auto"):
+    fields = pack_fields(fields, q.shape[2] // k.shape[1])
+    layer = jnp.int32(_LAYER)
+    return attention.attend(q, k, v, fields, cache, layer, implementation)
+
+
 def test_auto_is_xla_on_a_cpu_and_says_so_once(caplog):
     q, k, v, fields, cached = _inputs(_Case("causal", slots=7))
     attention._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="dllm_jax.attention"):
         for _ in range(2):
-            found = attention.attend(q, k, v, fields, _cache(cached), jnp.int32(_LAYER))
+            found = _attend(q, k, v, fields, _cache(cached))
     np.testing.assert_array_equal(found, _xla(q, k, v, fields, cached))
     (record,) = caplog.records
     assert "xla; not pallas: " in record.message
 
 
 def test_chosen_implementation_that_cannot_is_an_error():
-    inputs = (*_inputs(_Case("causal"))[:4], None, jnp.int32(0))
+    inputs = _inputs(_Case("causal"))
     with pytest.raises(NotImplementedError, match="cpu"):
-        attention.attend(*inputs, "pallas")
+        _attend(*inputs, "pallas")
     with pytest.raises(ValueError, match="implementation='cuda'"):
-        attention.attend(*inputs, "cuda")
+        _attend(*inputs, "cuda")
 
 
 def test_auto_takes_the_kernel_on_a_tpu(monkeypatch):
@@ -376,11 +383,11 @@ def test_auto_takes_the_kernel_on_a_tpu(monkeypatch):
 
     monkeypatch.setattr(attention, "paired_attention", record)
     q, k, v, fields, cached = _inputs(_Case("block_causal", slots=7))
-    found = attention.attend(q, k, v, fields, _cache(cached), jnp.int32(_LAYER))
+    found = _attend(q, k, v, fields, _cache(cached))
     expected = _xla(q, k, v, fields, cached)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert taken == [q.shape]
     narrow = [x[..., :32] for x in (q, k, v)]
-    found = attention.attend(*narrow, fields, None, jnp.int32(0))
+    found = _attend(*narrow, fields, None)
     np.testing.assert_allclose(found, _xla(*narrow, fields, None), rtol=1e-6, atol=1e-6)
     assert taken == [q.shape]
