@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax import transformer
+from dllm_jax import head, transformer
 from dllm_jax.cache import init_cache
 from dllm_jax.checkpoint import (
     DTYPES,
@@ -97,6 +97,7 @@ def model_fns(
         init_cache=lambda batch, slots: init_cache(
             config, batch, slots, params.embed.dtype
         ),
+        propose=functools.partial(head.propose_greedily, params, mask_id=config.mask_id),
     )
 
 
