@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax import transformer
+from dllm_jax import head, transformer
 from dllm_jax.cache import init_cache
 from dllm_jax.checkpoint import (
     DTYPES,
@@ -71,15 +71,20 @@ class Model:
         return self._programs[full_key](*args)
 
 
-def model_fns(params: Params, config: ModelConfig) -> ModelFns:
-    """Binds parameters to the transformer's functions."""
+def model_fns(
+    params: Params, config: ModelConfig, implementation: str = "auto"
+) -> ModelFns:
+    """Binds parameters, and the attention of `attention.attend`, to the transformer."""
     return ModelFns(
         config=config,
-        forward=functools.partial(transformer.forward, params, config),
+        forward=functools.partial(
+            transformer.forward, params, config, implementation=implementation
+        ),
         logits=functools.partial(transformer.logits, params),
         init_cache=lambda batch, slots: init_cache(
             config, batch, slots, params.embed.dtype
         ),
+        propose=functools.partial(head.propose_greedily, params, mask_id=config.mask_id),
     )
 
 

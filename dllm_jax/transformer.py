@@ -12,7 +12,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.layers import apply_rope, rms_norm, rope_tables, swiglu
 from dllm_jax.moe import mixture
 from dllm_jax.params import LayerParams, Params
-from kernels_pallas import TokenFields
+from kernels_pallas import TokenFields, pack_fields
 
 
 class ForwardOutput(NamedTuple):
@@ -29,6 +29,7 @@ def forward(
     tokens: jax.Array,
     fields: TokenFields,
     cache: KVCache | None = None,
+    implementation: str = "auto",
 ) -> ForwardOutput:
     """Runs fresh tokens through the model; the cache is only read.
 
@@ -38,6 +39,7 @@ def forward(
       tokens: int32 `[B, T]`, ids below `config.vocab_size`.
       fields: `[B, T]` each, which decide positions and who sees whom.
       cache: the committed prefix of every row, or None.
+      implementation: static, of the attention (`attention.attend`).
 
     Returns:
       Hidden states, and the fresh keys and values, which `cache.append` can keep.
@@ -48,20 +50,25 @@ def forward(
     rotary_dim = int(config.head_dim * config.rotary_fraction)
     cos, sin = rope_tables(fields.position, rotary_dim, config.rope_theta)
 
+    packed = pack_fields(fields, config.num_heads // config.num_kv_heads)
+
     def heads(x, weight, bias, norm):  # [B, T, D] -> [B, T, heads, H]
-        x = x @ weight if bias is None else x @ weight + bias
+        # Fused with what follows, XLA for TPU would want the weight transposed: a copy of
+        # all of them before the loop, and a slow slice of it in every layer.
+        x = jax.lax.optimization_barrier(x @ weight)
+        x = x if bias is None else x + bias
         x = x.reshape(batch, num_tokens, -1, config.head_dim)
         return x if norm is None else rms_norm(x, norm, config.norm_eps)
 
-    def layer_step(x, xs: tuple[LayerParams, jax.Array]):
-        layer, index = xs
+    def layer_step(carry, layer: LayerParams):
+        x, index = carry
         with jax.named_scope("attention"):
             y = rms_norm(x, layer.attn_norm, config.norm_eps)
             q = apply_rope(heads(y, layer.q, layer.q_bias, layer.q_norm), cos, sin)
             k = apply_rope(heads(y, layer.k, layer.k_bias, layer.k_norm), cos, sin)
             k = k.swapaxes(1, 2)
             v = heads(y, layer.v, layer.v_bias, None).swapaxes(1, 2)
-            out = attend(q, k, v, fields, cache, index)
+            out = attend(q, k, v, packed, cache, index, implementation)
             x = x + out.reshape(batch, num_tokens, -1) @ layer.o
         with jax.named_scope("mlp"):
             y = rms_norm(x, layer.mlp_norm, config.norm_eps)
@@ -69,17 +76,15 @@ def forward(
                 x = x + swiglu(y, layer.gate, layer.up, layer.down)
             else:
                 x = x + mixture(y, layer, config.moe)
-        return x, (k, v)
+        return (x, index + 1), (k, v)
 
     with jax.named_scope("embed"):
         x = params.embed[tokens]
-    fresh, first = [], 0
+    fresh, carry = [], (x, jnp.int32(0))
     for stack in params.stacks:
-        depth = stack.attn_norm.shape[0]
-        index = jnp.arange(first, first + depth, dtype=jnp.int32)
-        x, keys_values = jax.lax.scan(layer_step, x, (stack, index))
+        carry, keys_values = jax.lax.scan(layer_step, carry, stack)
         fresh.append(keys_values)
-        first += depth
+    x, _ = carry
     k, v = fresh[0]
     if len(fresh) > 1:
         k, v = (jnp.concatenate(parts) for parts in zip(*fresh, strict=True))

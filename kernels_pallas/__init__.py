@@ -3,7 +3,14 @@
 This package depends on JAX alone and never imports `dllm_jax`.
 """
 
-from kernels_pallas.reference import attend_reference
+from kernels_pallas.block_sizes import BlockSizes
+from kernels_pallas.paired_attention import (
+    PackedFields,
+    attention_cost,
+    pack_fields,
+    paired_attention,
+)
+from kernels_pallas.reference import CachedKV, attend_reference
 from kernels_pallas.visibility import (
     FOREVER,
     NEVER,
@@ -18,9 +25,15 @@ __all__ = (
     "FOREVER",
     "NEVER",
     "NUM_CACHED_FIELDS",
+    "BlockSizes",
+    "CachedKV",
+    "PackedFields",
     "TokenFields",
     "attend_reference",
+    "attention_cost",
+    "pack_fields",
     "pack_key_fields",
+    "paired_attention",
     "unpack_key_fields",
     "visible",
 )

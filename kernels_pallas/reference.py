@@ -1,11 +1,45 @@
 """The attention of this library in plain jnp: the XLA path and the kernels' reference."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.visibility import TokenFields, unpack_key_fields, visible
 
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+class CachedKV(NamedTuple):
+    """The cached prefix, read only: stacked over layers, or one layer of it.
+
+    Slots at or beyond a row's length do not exist for it. An int8 cache has a scale for
+    each key and each value; the others have None.
+    """
+
+    k: Any  # [L, B, K, S, H]
+    v: Any  # [L, B, K, S, H]
+    fields: Any  # [B, 8, S] int32, packed as by `pack_key_fields`
+    length: Any  # [B] int32
+    k_scale: Any = None  # [L, B, K, S] float32
+    v_scale: Any = None  # [L, B, K, S] float32
+
+    def of_layer(self, layer: jax.Array) -> "CachedKV":
+        """One layer, int32 scalar, without the leading axis."""
+
+        def take(stacked):
+            if stacked is None:
+                return None
+            return jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
+
+        return CachedKV(
+            take(self.k),
+            take(self.v),
+            self.fields,
+            self.length,
+            take(self.k_scale),
+            take(self.v_scale),
+        )
 
 
 def _pairwise(query: TokenFields, key: TokenFields) -> jax.Array:
@@ -21,7 +55,7 @@ def attend_reference(
     k: jax.Array,
     v: jax.Array,
     fields: TokenFields,
-    cached: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None = None,
+    cached: CachedKV | tuple[jax.Array, ...] | None = None,
 ) -> jax.Array:
     """Attention of fresh tokens over the cached prefix and over each other.
 
@@ -30,11 +64,12 @@ def attend_reference(
       k: `[B, K, T, H]` roped fresh keys; query head n reads key head `n // (N / K)`.
       v: `[B, K, T, H]` fresh values.
       fields: the fields of the fresh tokens, `[B, T]` each.
-      cached: None, or `(k [B, K, S, H], v [B, K, S, H], packed fields [B, 8, S],
-        length [B])`; slots at or beyond a row's length do not exist for it.
+      cached: None, or one layer of a `CachedKV`, as such or as a plain tuple. Slots at or
+        beyond a row's length do not exist for it, whatever they hold.
 
     Returns:
-      `[B, T, N, H]` in the dtype of `q`. Scores and softmax are float32.
+      `[B, T, N, H]` in the dtype of `q`; 0 for a query that sees nothing. Scores and
+      softmax are float32.
     """
     batch, num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -54,16 +89,24 @@ def attend_reference(
     score = scores(k)
     seen = _pairwise(fields, fields)
     if cached is not None:
-        cached_k, cached_v, packed, length = cached
-        exists = jnp.arange(packed.shape[-1], dtype=jnp.int32) < length[:, None]
-        seen_cached = _pairwise(fields, unpack_key_fields(packed)) & exists[:, None, :]
-        score = jnp.concatenate([scores(cached_k), score], axis=-1)
+        cached = CachedKV(*cached)
+        exists = jnp.arange(cached.fields.shape[-1], dtype=jnp.int32)
+        exists = exists < cached.length[:, None]
+        cached_fields = unpack_key_fields(cached.fields)
+        seen_cached = _pairwise(fields, cached_fields) & exists[:, None, :]
+        # Values that do not exist may be anything: a weight of 0 is no protection from NaN.
+        cached_v = jnp.where(exists[:, None, :, None], cached.v, 0).astype(v.dtype)
+        cached_score = scores(cached.k.astype(k.dtype))
+        if cached.k_scale is not None:
+            cached_score = cached_score * cached.k_scale[:, :, None]
+        score = jnp.concatenate([cached_score, score], axis=-1)
         seen = jnp.concatenate([seen_cached, seen], axis=-1)
 
-    # Every token sees at least itself, so no row of the softmax is empty.
+    seen = seen[:, None, None]
     score = score.reshape(batch, num_kv_heads, group, num_tokens, -1)
-    score = jnp.where(seen[:, None, None], score, _MASKED)
-    weight = jax.nn.softmax(score, axis=-1).astype(v.dtype)
+    weight = jax.nn.softmax(jnp.where(seen, score, _MASKED), axis=-1)
+    # Where nothing is seen at all, softmax gives every key the same weight.
+    weight = jnp.where(seen, weight, 0.0)
     weight = weight.reshape(batch, num_kv_heads, group * num_tokens, -1)
 
     def mix(weights, values):
@@ -72,11 +115,15 @@ def attend_reference(
         )
 
     if cached is None:
-        out = mix(weight, v)
+        out = mix(weight.astype(v.dtype), v)
     else:
-        num_cached = cached_k.shape[2]
-        out = mix(weight[..., :num_cached], cached_v)
-        out = out + mix(weight[..., num_cached:], v)
+        num_cached = cached_v.shape[2]
+        cached_weight, weight = weight[..., :num_cached], weight[..., num_cached:]
+        if cached.v_scale is not None:
+            scale = jnp.where(exists[:, None], cached.v_scale, 0.0)
+            cached_weight = cached_weight * scale[:, :, None]
+        out = mix(cached_weight.astype(v.dtype), cached_v)
+        out = out + mix(weight.astype(v.dtype), v)
     out = out.reshape(batch, num_kv_heads, group, num_tokens, head_dim)
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, num_tokens, num_heads, head_dim)
     return out.astype(q.dtype)

@@ -108,11 +108,11 @@ def _step(params, config, settings, state):
         entropies.append(proposal.entropy)
         return proposal
 
-    propose, fast_dllm._propose = fast_dllm._propose, spy
+    propose, fast_dllm.propose_from_hidden = fast_dllm.propose_from_hidden, spy
     try:
         after = fast_dllm.step(model_fns(params, config), settings, state)
     finally:
-        fast_dllm._propose = propose
+        fast_dllm.propose_from_hidden = propose
     start = jnp.minimum(state.cursor, state.canvas.shape[1] - entropies[0].shape[1])
     whole = jnp.full(state.canvas.shape, jnp.nan)
     return after, jax.vmap(

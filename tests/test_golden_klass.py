@@ -91,7 +91,9 @@ def _step(params, config, name, settings, state):
         return module, function, real, call
 
     decoder = __import__(f"dllm_jax.decoding.{name}", fromlist=["step"])
-    spies = [spy(decoder, "propose_plain", "proposal")]
+    of_hidden = name in ("fast_dllm", "wino")
+    proposes = "propose_from_hidden" if of_hidden else "propose_plain"
+    spies = [spy(decoder, proposes, "proposal")]
     if name == "klass":
         spies.append(spy(decoder, "_divergence", "kl"))
     if name == "wino":

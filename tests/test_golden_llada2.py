@@ -161,7 +161,7 @@ def _step(params, config, name, settings, state):
         return asked_for[-1]
 
     fns = model_fns(params, config)
-    state = DECODERS[name].step(fns._replace(logits=logits), settings, state)
+    state = DECODERS[name].step(fns._replace(logits=logits, propose=None), settings, state)
     return state, propose(asked_for[-1], config.mask_id)
 
 

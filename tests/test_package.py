@@ -20,6 +20,8 @@ LAYERS = (
     "attention",
     "transformer",
     "sampling",
+    "head",
+    "compiler",
     "unmasking",
     "decoding",
     "models",

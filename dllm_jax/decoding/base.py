@@ -10,6 +10,7 @@ from flax import struct
 
 from dllm_jax.cache import KVCache
 from dllm_jax.config import ModelConfig
+from dllm_jax.sampling import Proposal
 from dllm_jax.transformer import ForwardOutput
 from kernels_pallas import TokenFields
 
@@ -30,6 +31,8 @@ class ModelFns(NamedTuple):
     logits: Callable[[jax.Array], jax.Array]
     # (batch, slots) -> an empty cache
     init_cache: Callable[[int, int], KVCache]
+    # hidden [B, T, D] -> greedy proposals, or None: from the logits
+    propose: Callable[[jax.Array], Proposal] | None = None
 
 
 @struct.dataclass

@@ -325,3 +325,12 @@ def propose_plain(
     knobs = sampling.SamplingKnobs(settings.temperature, settings.top_k, settings.top_p)
     token = propose_each(settings, config, logits, keys, knobs).token
     return proposal._replace(token=token, confidence=probability(logits, token))
+
+
+def propose_from_hidden(
+    fns: ModelFns, settings: SamplingSettings, hidden: jax.Array, keys: jax.Array
+) -> sampling.Proposal:
+    """`propose_plain` for `[B, W, D]`; greedily by the model's own head, if it has one."""
+    if fns.propose is None or settings.sample:
+        return propose_plain(settings, fns.config, fns.logits(hidden), keys)
+    return fns.propose(hidden)

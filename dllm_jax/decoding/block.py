@@ -233,7 +233,7 @@ def _denoise(
     """Unmasks slots of the open block; see `Denoise`."""
     block = canvas.read(state.canvas, index)
     masked = (block == fns.config.mask_id) & rows[:, None]
-    proposal, choice_keys = canvas.propose(fns, settings, state, fns.logits(hidden))
+    proposal, choice_keys = canvas.propose_from_hidden(fns, settings, state, hidden)
     chosen = choose(settings, proposal, masked, state.step, choice_keys)
     state, block = canvas.unmask(state, state.cursor, index, proposal, chosen)
     complete = ~jnp.any(block == fns.config.mask_id, axis=-1)

@@ -57,13 +57,8 @@ def write(canvas: jax.Array, start: jax.Array, values: jax.Array) -> jax.Array:
 def propose(
     fns: ModelFns, settings: SamplingSettings, state: DecodeState, logits: jax.Array
 ) -> tuple[sampling.Proposal, jax.Array]:
-    """Proposals for `[B, T, V]` logits, and one fresh key a row for the choice of slots.
-
-    Keys come from the row's own key and its number of denoising forwards, so that a row
-    draws the same in every batch.
-    """
-    keys = jax.vmap(jax.random.fold_in)(state.rng_key, state.forwards.denoise)
-    token_keys, choice_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
+    """Proposals for `[B, T, V]` logits, and one fresh key a row for the choice of slots."""
+    token_keys, choice_keys = _keys(state)
     proposal = sampling.propose(
         logits,
         fns.config.mask_id,
@@ -72,6 +67,26 @@ def propose(
         settings.filtered,
     )
     return proposal, choice_keys
+
+
+def propose_from_hidden(
+    fns: ModelFns, settings: SamplingSettings, state: DecodeState, hidden: jax.Array
+) -> tuple[sampling.Proposal, jax.Array]:
+    """`propose` for `[B, T, D]` hidden states; greedily by the model's own head, if any."""
+    if fns.propose is None or settings.sample:
+        return propose(fns, settings, state, fns.logits(hidden))
+    return fns.propose(hidden), _keys(state)[1]
+
+
+def _keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+    """Fresh keys of each row, for its tokens and for the choice of slots.
+
+    They come from the row's own key and its number of denoising forwards, so that a row
+    draws the same in every batch.
+    """
+    keys = jax.vmap(jax.random.fold_in)(state.rng_key, state.forwards.denoise)
+    token_keys, choice_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
+    return token_keys, choice_keys
 
 
 def unmask(

@@ -98,7 +98,7 @@ def _denoise(
     before = canvas.read(state.canvas, index)
     is_mask = before == fns.config.mask_id
     masked = is_mask & rows[:, None]
-    proposal, _ = canvas.propose(fns, settings, state, fns.logits(hidden))
+    proposal, _ = canvas.propose_from_hidden(fns, settings, state, hidden)
     confidence = proposal.confidence
     remaining = jnp.sum(masked, axis=-1, dtype=jnp.int32)
     quota = jnp.minimum(settings.num_to_transfer, remaining)

@@ -57,7 +57,7 @@ from dllm_jax.decoding.bidirectional import (
     look,
     num_steps,
     open_window,
-    propose_plain,
+    propose_from_hidden,
     slot_keys,
     window_width,
 )
@@ -290,7 +290,7 @@ def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> Decod
         number = jnp.where(first_only, state.step, number)
     hidden, state = look(fns, settings.cache, state, window)
     keys = slot_keys(state, window, number)
-    proposal = propose_plain(settings, fns.config, fns.logits(hidden), keys)
+    proposal = propose_from_hidden(fns, settings, hidden, keys)
     chosen = choose(settings, proposal, window, number, count)
     chosen = jnp.where(first_only[:, None], at_first, chosen)
     start = window.index[:, 0]

@@ -55,6 +55,7 @@ from dllm_jax.decoding.bidirectional import (
     predict,
     probability,
     propose_each,
+    propose_from_hidden,
     run_canvas,
     window_width,
 )
@@ -196,10 +197,28 @@ def init(
     return canvas.lay_out(fns, inputs, canvas_length)
 
 
-def _logits(
-    fns: ModelFns, settings: MaskedSettings, state: DecodeState, window: Window
-) -> jax.Array:
-    """Logits that predict the window's slots: float32 `[B, W, V]`."""
+def propose(
+    fns: ModelFns,
+    settings: MaskedSettings,
+    state: DecodeState,
+    window: Window,
+    token_keys: jax.Array,
+    choice_keys: jax.Array,
+) -> tuple[sampling.Proposal, jax.Array]:
+    """Proposals for the window, from a forward, and how early each is to be unmasked.
+
+    Args:
+      fns: the model.
+      settings: resolved.
+      state: before the step.
+      window: the open block.
+      token_keys: keys `[B, W]`, consumed: a slot draws the same on every canvas.
+      choice_keys: keys `[B, W]`, consumed.
+
+    Returns:
+      The proposals, their confidence being the probability as the strategy counts it,
+      and the score, float32 `[B, W]`; of no meaning for `origin`.
+    """
     tokens, end, index = state.canvas, state.end, window.index
     if settings.guided:
         position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -207,12 +226,17 @@ def _logits(
         without_prompt = jnp.where(in_prompt, fns.config.mask_id, tokens)
         tokens = jnp.concatenate([tokens, without_prompt])
         end, index = (jnp.concatenate([x, x]) for x in (end, index))
-    hidden = run_canvas(fns, tokens, end)
-    logits = fns.logits(predict(fns.config, hidden, index))
+    hidden = predict(fns.config, run_canvas(fns, tokens, end), index)
+    changed = settings.guided | settings.logits_eos_inf | settings.confidence_eos_eot_inf
+    if settings.remasking_strategy == "low_confidence" and not changed:
+        # Whatever the window: greedily, no logits are held for it.
+        proposal = propose_from_hidden(fns, settings, hidden, token_keys)
+        return proposal, proposal.confidence
+    logits = fns.logits(hidden)
     if settings.guided:
         logits, unconditional = jnp.split(logits, 2)
         logits = unconditional + (settings.cfg_scale + 1.0) * (logits - unconditional)
-    return logits
+    return _propose_from_logits(settings, fns.config, logits, token_keys, choice_keys)
 
 
 def _is_any(tokens: jax.Array, ids: tuple[int, ...]) -> jax.Array:
@@ -225,26 +249,14 @@ def _remove(logits: jax.Array, ids: tuple[int, ...]) -> jax.Array:
     return jnp.where(_is_any(tokens, ids), -jnp.inf, logits)
 
 
-def propose(
+def _propose_from_logits(
     settings: MaskedSettings,
     config: ModelConfig,
     logits: jax.Array,
     token_keys: jax.Array,
     choice_keys: jax.Array,
 ) -> tuple[sampling.Proposal, jax.Array]:
-    """Proposals, and how early each slot deserves to be unmasked.
-
-    Args:
-      settings: resolved.
-      config: for its special ids.
-      logits: float32 `[B, W, V]`.
-      token_keys: keys `[B, W]`, consumed: a slot draws the same on every canvas.
-      choice_keys: keys `[B, W]`, consumed.
-
-    Returns:
-      The proposals, their confidence being the probability as the strategy counts it,
-      and the score, float32 `[B, W]`; of no meaning for `origin`.
-    """
+    """`propose` for float32 logits `[B, W, V]`."""
     strategy = settings.remasking_strategy
     if settings.logits_eos_inf:
         logits = _remove(logits, (_filler_id(config),))
@@ -343,8 +355,7 @@ def step(fns: ModelFns, settings: MaskedSettings, state: DecodeState) -> DecodeS
     step_keys = fold_in(block_keys, number + 1)
     token_keys = fold_in(step_keys, 2 * window.index)
     choice_keys = fold_in(step_keys, 2 * window.index + 1)
-    logits = _logits(fns, settings, state, window)
-    proposal, score = propose(settings, fns.config, logits, token_keys, choice_keys)
+    proposal, score = propose(fns, settings, state, window, token_keys, choice_keys)
     score = fate if settings.remasking_strategy == "origin" else score
     chosen = unmasking.top_count(score, window.masked, count)
     start = window.index[:, 0]

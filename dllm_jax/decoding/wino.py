@@ -34,7 +34,7 @@ from dllm_jax.decoding.bidirectional import (
     close,
     open_window,
     probability,
-    propose_plain,
+    propose_from_hidden,
     slot_keys,
 )
 
@@ -110,7 +110,7 @@ def step(fns: ModelFns, settings: WINOSettings, state: DecodeState) -> DecodeSta
     masked, previous = window.masked, state.memory
     own, shadow = _run(fns, state, window)
     keys = slot_keys(state, window, state.step)
-    proposal = propose_plain(settings, fns.config, fns.logits(own), keys)
+    proposal = propose_from_hidden(fns, settings, own, keys)
     confidence = proposal.confidence
 
     def count(slots):
