@@ -9,6 +9,7 @@ be given several times or left out, which means all. Needs libtpu (the `test` ex
 Columns, all for one chip, one forward of the loop, and `context` cached tokens in every
 row (decoders without a cache run a canvas of `context` tokens):
 
+    cache GB        keys and values of `context` tokens in every row
     args, temp GB   memory of the loop's inputs (weights, cache) and its temporaries
     fits            whether both are below the chip's memory
     copies          copies or transposes of a whole layer of keys or values in the loop
@@ -262,6 +263,7 @@ def measure(
         "batch": batch,
         "context": context,
         "decoder": decoder,
+        "cache GB": 2 * config.num_layers * layer_bytes / 1e9 if cached else 0.0,
         "args GB": memory.argument_size_in_bytes / 1e9,
         "temp GB": memory.temp_size_in_bytes / 1e9,
         "fits": "yes" if used < chip.memory else "no",

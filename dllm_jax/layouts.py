@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 from kernels_pallas import FOREVER, NEVER, TokenFields
 
+KNOWN, DATA, MASK = 0, 1, 2
+"""Roles of tokens in a SimSD row: decided, drafted, and the mask copy of a drafted slot."""
+
 
 def _fields(position, time, visible_from, visible_until, valid=None) -> TokenFields:
     """Fields of one shape; padding (`valid` False) is seen by nobody but itself."""
@@ -104,4 +107,126 @@ def training_pairs(
         jnp.concatenate([clean_time, noisy_time], axis=1),
         jnp.concatenate([forever, noisy_time + 1], axis=1),
         jnp.concatenate([clean_valid, noisy_valid], axis=1),
+    )
+
+
+def simsd_pairs(
+    position: jax.Array,
+    role: jax.Array,
+    block: jax.Array,
+    order: jax.Array,
+    steps: int,
+    valid: jax.Array | None = None,
+) -> TokenFields:
+    """Drafted tokens and mask copies of their slots, judged in one forward (SimSD 2).
+
+    A mask copy sees of its block what was unmasked before its slot, and the other slots
+    as masks: the state in which the drafter chose. A drafted token sees the state after
+    its own step. Known tokens see known tokens; data of earlier blocks are seen by all,
+    their masks by none. Of a slot that was not drafted the data copy comes last.
+
+    Args:
+      position: int32 `[B, T]`, both copies of a slot have the same.
+      role: int32 `[B, T]`, KNOWN, DATA or MASK.
+      block: int32 `[B, T]`, number of the token's block in the whole text: cached keys
+        of `block_causal` layouts are then seen by all.
+      order: int32 `[B, T]`, the step in [0, steps) that unmasked the slot, -1 if none did;
+        ignored for known tokens.
+      steps: static.
+      valid: bool `[B, T]`, False for padding.
+    """
+    start = block * (2 * steps + 3)
+    step = jnp.where(order < 0, steps, order)
+    known, mask = role == KNOWN, role == MASK
+    looks = start + 2 * step + 1  # as a mask copy; the data copy is born a moment later
+    time = jnp.where(known, start, jnp.where(mask, looks, looks + 1))
+    return _fields(
+        position,
+        time,
+        jnp.where(mask, start + 1, time),
+        jnp.where(mask, looks + 1, FOREVER),
+        valid,
+    )
+
+
+def s2d2_pairs(
+    position: jax.Array, start: jax.Array, valid: jax.Array | None = None
+) -> TokenFields:
+    """[data | mask copies] of one block, for autoregressive scores (S2D2 1.5).
+
+    Data are causal; a mask copy sees the data before its slot, and of the masks itself.
+
+    Args:
+      position: int32 `[B, T]`, slots of the block from left to right.
+      start: int32 `[B, 1]`, a moment at which all cached keys are visible, such as the
+        number of the block.
+      valid: bool `[B, T]`, False for padding slots.
+    """
+    looks = start + 2 * jnp.arange(position.shape[1], dtype=jnp.int32)
+    looks = jnp.broadcast_to(looks, position.shape)
+    forever = jnp.full_like(looks, FOREVER)
+    time = jnp.concatenate([looks + 1, looks], axis=1)
+    until = jnp.concatenate([forever, looks + 1], axis=1)
+    both = None if valid is None else jnp.concatenate([valid, valid], axis=1)
+    return _fields(jnp.concatenate([position, position], axis=1), time, time, until, both)
+
+
+def separate_states(
+    position: jax.Array,
+    state: jax.Array,
+    start: jax.Array,
+    valid: jax.Array | None = None,
+) -> TokenFields:
+    """Several states of one block side by side, none of which sees another.
+
+    Gives what one forward a state would: the exact verifier of a denoising order.
+
+    Args:
+      position: int32 `[B, T]`.
+      state: int32 `[B, T]`, >= 0, which state a token is of.
+      start: int32 `[B, 1]`, a moment at which all cached keys are visible.
+      valid: bool `[B, T]`, False for padding.
+    """
+    time = start + state
+    return _fields(position, time, time, time + 1, valid)
+
+
+def superposition(
+    original: jax.Array,
+    appended: jax.Array,
+    original_shown: jax.Array,
+    appended_shown: jax.Array,
+    start: jax.Array,
+    original_valid: jax.Array | None = None,
+    appended_valid: jax.Array | None = None,
+) -> TokenFields:
+    """[canvas | candidates and mask copies], of which the canvas sees nothing (LEAP 1.2).
+
+    What is appended sees the canvas and the rest of what is appended, as far as they are
+    shown to it, but never another token of its own slot.
+
+    Args:
+      original: int32 `[B, T]`, positions of the canvas.
+      appended: int32 `[B, U]`, positions of what is appended.
+      original_shown: bool `[B, T]`, whether the appended tokens see it.
+      appended_shown: bool `[B, U]`, whether other appended tokens see it.
+      start: int32 `[B, 1]`, a moment at which all cached keys are visible.
+      original_valid: bool `[B, T]`, False for padding.
+      appended_valid: bool `[B, U]`, False for padding.
+    """
+    first = jnp.broadcast_to(start, original.shape)
+    second = jnp.broadcast_to(start + 1, appended.shape)
+    until = jnp.where(original_shown, FOREVER, first + 1)
+    valid = None
+    if original_valid is not None or appended_valid is not None:
+        halves = ((original_valid, original), (appended_valid, appended))
+        valid = jnp.concatenate(
+            [jnp.ones(p.shape, bool) if v is None else v for v, p in halves], axis=1
+        )
+    return _fields(
+        jnp.concatenate([original, appended], axis=1),
+        jnp.concatenate([first, second], axis=1),
+        jnp.concatenate([first, jnp.where(appended_shown, second, NEVER)], axis=1),
+        jnp.concatenate([until, jnp.full_like(second, FOREVER)], axis=1),
+        valid,
     )

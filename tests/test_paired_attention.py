@@ -62,11 +62,65 @@ def _with_padding(layout):
     return make
 
 
+def _drafts(rng, position):
+    """Permutations with ties and gaps: the order in which slots were drafted."""
+    return jnp.asarray(rng.integers(-1, 4, position.shape), jnp.int32)
+
+
+def _simsd_pairs(rng, position):
+    """[known | data | masks] of a block that the cache ends in."""
+    slots = position.shape[1] // 3
+    known, order = position[:, : position.shape[1] - 2 * slots], _drafts(rng, position)
+    drafted, order = known[:, -1:] + 1 + jnp.arange(slots), order[:, :slots]
+    role = jnp.concatenate(
+        [
+            jnp.full(known.shape, layouts.KNOWN),
+            jnp.full(drafted.shape, layouts.DATA),
+            jnp.full(drafted.shape, layouts.MASK),
+        ],
+        axis=1,
+    )
+    return layouts.simsd_pairs(
+        jnp.concatenate([known, drafted, drafted], axis=1),
+        role,
+        jnp.broadcast_to(position[:, :1], position.shape),
+        jnp.concatenate([jnp.zeros_like(known), order, order], axis=1),
+        steps=4,
+    )
+
+
+def _s2d2_pairs(rng, position):
+    """Pairs, and where the row is odd a token of padding."""
+    half = position[:, : -(-position.shape[1] // 2)]
+    fields = layouts.s2d2_pairs(half, half[:, :1])
+    return TokenFields(*(x[:, : position.shape[1]] for x in fields))
+
+
+def _separate_states(rng, position):
+    return layouts.separate_states(
+        position[:, :1] + position % 3, position % 4, position[:, :1]
+    )
+
+
+def _superposition(rng, position):
+    canvas = position[:, : -(-position.shape[1] // 2)]
+    appended = jnp.asarray(
+        rng.permuted(np.asarray(canvas), axis=1)[:, : position.shape[1] // 2]
+    )
+    shown = jnp.asarray(rng.random(position.shape) < 0.5)
+    parts = shown[:, : canvas.shape[1]], shown[:, canvas.shape[1] :]
+    return layouts.superposition(canvas, appended, *parts, position[:, :1])
+
+
 _LAYOUTS = {
     "block_causal": _with_padding(functools.partial(layouts.block_causal, block_length=4)),
     "causal": _with_padding(layouts.causal),
     "bidirectional": _with_padding(layouts.bidirectional),
     "training_pairs": _training_pairs,
+    "simsd_pairs": _simsd_pairs,
+    "s2d2_pairs": _s2d2_pairs,
+    "separate_states": _separate_states,
+    "superposition": _superposition,
     "anything": _anything,
 }
 
@@ -208,7 +262,7 @@ _CASES = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(case=_CASES, rows=st.sampled_from((32, 64)), heads=st.integers(1, 3))
 def test_oracle_xla_and_pallas_agree(case, rows, heads):
     sizes = BlockSizes(rows=rows, slots=128, tokens=128, heads=heads)
@@ -218,7 +272,7 @@ def test_oracle_xla_and_pallas_agree(case, rows, heads):
 @pytest.mark.parametrize("layout", sorted(_LAYOUTS))
 def test_every_layout(layout):
     """One shape, many blocks of rows and slots: each layout is a run, not a compilation."""
-    for seed in range(3):
+    for seed in range(2):
         _check(_Case(layout, seed, batch=3, tokens=20, slots=300))
 
 

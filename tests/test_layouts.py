@@ -1,0 +1,199 @@
+"""Paired layouts against the published masks and against double loops from prose."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax import layouts
+from kernels_pallas import TokenFields, visible
+
+
+def _matrix(fields: TokenFields, cached: TokenFields | None = None) -> np.ndarray:
+    """Who sees whom in row 0, [cached | row] as keys."""
+    query = TokenFields(*(np.asarray(x)[0, :, None] for x in fields))
+    seen = visible(query, TokenFields(*(np.asarray(x)[0, None] for x in fields)))
+    if cached is None:
+        return seen
+    keys = TokenFields(*(np.asarray(x)[0, None] for x in cached))
+    keys = keys._replace(slot=np.full_like(keys.slot, -1))
+    return np.concatenate([visible(query, keys), seen], axis=1)
+
+
+def _row(*values) -> list[jnp.ndarray]:
+    return [jnp.asarray(np.asarray(x, np.int32)[None]) for x in values]
+
+
+# --- SimSD ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def published(golden_dir):
+    cases = json.loads((golden_dir / "simsd" / "masks.json").read_text())
+    with np.load(golden_dir / "simsd" / "masks.npz") as arrays:
+        return [
+            (case, {k: arrays[f"{case['name']}/{k}"] for k in ("mask", "position_ids")})
+            for case in cases
+        ]
+
+
+def test_simsd_masks_of_a_block_over_the_cache(published):
+    count = 0
+    for case, arrays in published:
+        if case["kind"] != "cache_verify":
+            continue
+        length, context = case["B"], case["ctx_aligned"]
+        leftover, drafted = len(case["leftover"]), len(case["draft_ids"])
+        role = [layouts.KNOWN] * leftover + [layouts.DATA] * drafted
+        role += [layouts.MASK] * drafted
+        order = [0] * leftover + case["step_map"] * 2
+        position = arrays["position_ids"]
+        block = np.full(len(role), context // length)
+        fields = layouts.simsd_pairs(*_row(position, role, block, order), steps=length)
+        cached = None
+        if context:
+            cached = layouts.block_causal(*_row(np.arange(context)), length)
+        expected = arrays["mask"].astype(bool)
+        np.testing.assert_array_equal(_matrix(fields, cached), expected, case["name"])
+        count += 1
+    assert count == 73
+
+
+def test_simsd_masks_of_prompt_and_several_blocks(published):
+    count = 0
+    for case, arrays in published:
+        legacy = not case.get("block_causal_prompt", True) or "BUG" in case["name"]
+        if case["kind"] != "nocache_verify" or legacy:
+            continue
+        length, prompt = case["B"], case["prompt_len"]
+        role, block, order = [layouts.KNOWN] * prompt, list(np.arange(prompt) // length), []
+        order += [0] * prompt
+        number = -(-prompt // length)
+        for accepted in case["accepted_blocks"]:
+            role += [layouts.KNOWN] * len(accepted)
+            block += [number] * len(accepted)
+            order += [0] * len(accepted)
+            number += 1
+        for steps in case["step_maps"]:
+            role += [layouts.DATA] * len(steps) + [layouts.MASK] * len(steps)
+            block += [number] * 2 * len(steps)
+            order += list(steps) * 2
+            number += 1
+        real = len(role)
+        position = arrays["position_ids"][:real]
+        fields = layouts.simsd_pairs(*_row(position, role, block, order), steps=length)
+        expected = arrays["mask"].astype(bool)
+        assert not expected[:real, real:].any()
+        found = _matrix(fields)
+        np.testing.assert_array_equal(found, expected[:real, :real], case["name"])
+        count += 1
+    assert count >= 15
+
+
+def test_simsd_prefill_and_extension_are_block_causal(published):
+    count = 0
+    for case, arrays in published:
+        if case["kind"] not in ("cache_prefill", "cache_extend"):
+            continue
+        length = case["B"]
+        fields = layouts.block_causal(*_row(arrays["position_ids"]), length)
+        context = case.get("ctx_aligned", 0)
+        cached = None
+        if context:
+            cached = layouts.block_causal(*_row(np.arange(context)), length)
+        expected = arrays["mask"].astype(bool)
+        np.testing.assert_array_equal(_matrix(fields, cached), expected, case["name"])
+        count += 1
+    assert count == 6
+
+
+def test_simsd_padding_is_seen_by_nobody():
+    role, order = [0, 1, 1, 2, 2], [0, 1, 0, 1, 0]
+    valid = jnp.asarray([[True, True, False, True, False]])
+    position = [4, 5, 6, 5, 6]
+    row = _row(position, role, np.ones(5), order)
+    found = _matrix(layouts.simsd_pairs(*row, steps=4, valid=valid))
+    others = found & ~np.eye(5, dtype=bool)
+    assert not others[:, [2, 4]].any()
+
+
+# --- S2D2, exact states, LEAP -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 4, 7])
+def test_s2d2_pairs(length):
+    number, context = 3, 3 * 8
+    position = context + np.arange(length)
+    fields = layouts.s2d2_pairs(*_row(position), jnp.full((1, 1), number, jnp.int32))
+    cached = layouts.block_causal(*_row(np.arange(context)), 8)
+    expected = np.zeros((2 * length, context + 2 * length), bool)
+    expected[:, :context] = True
+    for i in range(length):
+        for j in range(length):
+            expected[i, context + j] = j <= i
+            expected[length + i, context + j] = j < i
+            expected[length + i, context + length + j] = j == i
+    np.testing.assert_array_equal(_matrix(fields, cached), expected)
+
+
+def test_separate_states_see_the_cache_and_themselves():
+    rng = np.random.default_rng(0)
+    state, position = rng.permutation(np.repeat(np.arange(3), 4)), np.zeros(12, int)
+    for one in range(3):
+        position[state == one] = 8 + np.arange(4)
+    start = jnp.full((1, 1), 2, jnp.int32)
+    fields = layouts.separate_states(*_row(position, state), start)
+    cached = layouts.block_causal(*_row(np.arange(8)), 4)
+    found = _matrix(fields, cached)
+    assert found[:, :8].all()
+    np.testing.assert_array_equal(found[:, 8:], state[:, None] == state[None])
+
+
+@pytest.mark.parametrize("setting", ["add", "replace", "future"])
+def test_superposition(setting):
+    """The table of LEAP 1.2, cell by cell, in its three settings."""
+    canvas = 6
+    masked = [1, 3, 4]
+    items = [("C", 1), ("C", 1), ("C", 4), ("R", 1), ("R", 3), ("R", 4)]
+    with_candidate = {slot for kind, slot in items if kind == "C"}
+    row = [("O", slot) for slot in range(canvas)] + items
+    row = [[kind, slot] for kind, slot in row]  # each an object of its own
+
+    def sees(query, key):
+        (query_kind, query_slot), (kind, slot) = query, key
+        if query_kind == "O":
+            return kind == "O"
+        if slot == query_slot:
+            return False  # own masked original, rivals, own readout
+        if kind == "O":
+            return slot not in masked or setting == "add"
+        if kind == "C":
+            return True
+        if setting == "future":
+            return slot not in with_candidate
+        return setting == "replace"
+
+    expected = [
+        [i == j or sees(q, k) for j, k in enumerate(row)] for i, q in enumerate(row)
+    ]
+    original_shown = [slot not in masked or setting == "add" for slot in range(canvas)]
+    appended_shown = [
+        kind == "C"
+        or setting == "replace"
+        or (setting == "future" and slot not in with_candidate)
+        for kind, slot in items
+    ]
+    original, appended = _row(np.arange(canvas), [slot for _, slot in items])
+    shown = [jnp.asarray([x]) for x in (original_shown, appended_shown)]
+    start = jnp.zeros((1, 1), jnp.int32)
+    fields = layouts.superposition(original, appended, *shown, start)
+    np.testing.assert_array_equal(_matrix(fields), np.array(expected))
+    padded = layouts.superposition(
+        original,
+        appended,
+        *shown,
+        start,
+        appended_valid=jnp.asarray([[True] * 5 + [False]]),
+    )
+    assert not _matrix(padded)[:-1, -1].any()
