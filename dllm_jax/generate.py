@@ -12,8 +12,8 @@ import numpy as np
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import Decoder, loop
-from dllm_jax.decoding.base import UNDECIDED, DecodeInputs, DecodeState
-from dllm_jax.model import Model
+from dllm_jax.decoding.base import UNDECIDED, DecodeInputs, DecodeState, ModelFns
+from dllm_jax.model import Model, check_pair
 from dllm_jax.prompts import MARKER, Prompt, Row, encode_holes, encode_prompt
 from dllm_jax.settings import (
     canonical_names,
@@ -223,19 +223,36 @@ def _batch_inputs(
 class _Run:
     """A batch on its way through the two programs: start (prefill) and go on (loop)."""
 
-    def __init__(self, model: Model, request: Plan, rows: list[Row], indices):
+    def __init__(
+        self,
+        model: Model,
+        request: Plan,
+        rows: list[Row],
+        indices: list[int],
+        drafter: Model | None = None,
+    ):
         self._model, self._request, self._rows = model, request, rows
+        self._drafter = drafter
+        self._params = (model.params, None if drafter is None else drafter.params)
+        self._pair = None if drafter is None else drafter.config
         self._compile_seconds = self._decode_seconds = 0.0
         self._settings = traced_settings(request.settings)
         inputs, canvas_length = _batch_inputs(request, model.config.mask_id, rows, indices)
         decoder = request.decoder
 
         def start(params, settings, inputs):
-            return decoder.init(model.fns(params), settings, inputs, canvas_length)
+            return decoder.init(self._fns(params), settings, inputs, canvas_length)
 
-        key = (decoder.name, "start", canvas_length)
-        args = (model.params, self._settings, inputs)
+        key = (decoder.name, "start", canvas_length, self._pair)
+        args = (self._params, self._settings, inputs)
         self.state: DecodeState = self._call(key, lambda: jax.jit(start), args)
+
+    def _fns(self, params: tuple[Any, Any]) -> ModelFns:
+        """The model as the decoder sees it, with its drafter."""
+        fns = self._model.fns(params[0])
+        if self._drafter is None:
+            return fns
+        return fns._replace(draft=self._drafter.fns(params[1]))
 
     def _call(self, key: tuple, build: Callable[[], Callable], args: tuple) -> DecodeState:
         """Runs a program and books its time as compilation or decoding."""
@@ -249,18 +266,18 @@ class _Run:
 
     def advance(self, pause: bool) -> bool:
         """Goes on to the end, or to the next finished block; returns whether it ended."""
-        model, decoder = self._model, self._request.decoder
+        decoder = self._request.decoder
 
         def go_on(state, params, settings, pause):
-            fns = model.fns(params)
+            fns = self._fns(params)
             step = functools.partial(decoder.step, fns, settings)
             most_steps = decoder.most_steps(settings, state.canvas.shape[1])
             return loop.run(step, state, pause, most_steps)
 
         self.state = self._call(
-            (decoder.name, "go_on"),
+            (decoder.name, "go_on", self._pair),
             lambda: jax.jit(go_on, donate_argnums=0),
-            (self.state, model.params, self._settings, jnp.asarray(pause)),
+            (self.state, self._params, self._settings, jnp.asarray(pause)),
         )
         return bool(jnp.all(self.state.done))
 
@@ -355,19 +372,35 @@ def _encode_all(model: Model, request: Plan, prompts: Sequence[Prompt]) -> list[
     return rows
 
 
+def _check_drafter(model: Model, request: Plan, drafter: Model | None) -> None:
+    """Raises ValueError unless the decoder has the models that it needs."""
+    name = request.decoder.name
+    if request.decoder.drafts and drafter is None:
+        raise ValueError(
+            f"decoder {name!r} needs draft_model, a model that drafts (the same one may)."
+        )
+    if drafter is not None:
+        if not request.decoder.drafts:
+            raise ValueError(f"draft_model={drafter.name!r} is not used by {name!r}.")
+        check_pair(model.config, drafter.config)
+
+
 def run_plan(
     model: Model,
     request: Plan,
     prompts: Sequence[Prompt],
     batch_size: int | None = None,
+    draft_model: Model | None = None,
 ) -> list[Output]:
     """Decodes prompts as `request` says; as `generate` after its settings are checked."""
+    _check_drafter(model, request, draft_model)
     rows = _encode_all(model, request, prompts)
     size = batch_size or max(len(rows), 1)
     outputs: list[Output] = []
     for begin in range(0, len(rows), size):
         part = rows[begin : begin + size]
-        run = _Run(model, request, part, list(range(begin, begin + len(part))))
+        indices = list(range(begin, begin + len(part)))
+        run = _Run(model, request, part, indices, draft_model)
         if request.stop:
             # A stop string can only be seen in text, so look after every block.
             while not run.advance(pause=True):
@@ -391,6 +424,7 @@ def generate(
     preset: str | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
+    draft_model: Model | None = None,
     **settings: Any,
 ) -> list[Output]:
     """Decodes a batch of prompts; row i does not depend on the other rows.
@@ -412,6 +446,7 @@ def generate(
       steps: denoising steps in all, spread evenly over the blocks; the alternative to
         `denoising_steps`, which counts per block.
       batch_size: rows decoded at once; all of them if None.
+      draft_model: the model that drafts, for decoders that need one (`simsd`).
       **settings: the decoder's settings, by name or alias.
 
     Returns:
@@ -432,7 +467,7 @@ def generate(
         steps=steps,
         **settings,
     )
-    return _run_checked(model, request, prompts, batch_size)
+    return _run_checked(model, request, prompts, batch_size, draft_model)
 
 
 def infill(
@@ -480,6 +515,7 @@ def _run_checked(
     request: Plan,
     prompts: Prompt | Sequence[Prompt],
     batch_size: int | None,
+    draft_model: Model | None = None,
 ) -> list[Output]:
     """`run_plan` for one prompt or several."""
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
@@ -489,17 +525,20 @@ def _run_checked(
     one = isinstance(prompts, str) or (
         len(prompts) > 0 and all(isinstance(p, int | np.integer) for p in prompts)
     )
-    return run_plan(model, request, [prompts] if one else list(prompts), batch_size)
+    return run_plan(
+        model, request, [prompts] if one else list(prompts), batch_size, draft_model
+    )
 
 
 def stream_plan(
-    model: Model, request: Plan, prompt: Prompt
+    model: Model, request: Plan, prompt: Prompt, draft_model: Model | None = None
 ) -> Iterator[tuple[str, Output | None]]:
     """Decodes one prompt block by block: pieces of text, then ("", the output)."""
+    _check_drafter(model, request, draft_model)
     rows = _encode_all(model, request, [prompt])
     if model.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text to stream.")
-    run = _Run(model, request, rows, [0])
+    run = _Run(model, request, rows, [0], draft_model)
     text = TextStream(model.tokenizer, request.stop)
     ended = False
     while not ended and not text.stopped:
@@ -511,7 +550,12 @@ def stream_plan(
 
 
 def stream(
-    model: Model, prompt: Prompt, decoder: str | None = None, **arguments: Any
+    model: Model,
+    prompt: Prompt,
+    decoder: str | None = None,
+    *,
+    draft_model: Model | None = None,
+    **arguments: Any,
 ) -> Iterator[str]:
     """Decodes one prompt, yielding committed text block by block.
 
@@ -519,5 +563,6 @@ def stream(
     `generate`, but for `batch_size`; wrong settings raise at once.
     """
     request = plan(model.config, decoder, **arguments)
-    pieces = stream_plan(model, request, prompt)
+    _check_drafter(model, request, draft_model)
+    pieces = stream_plan(model, request, prompt, draft_model)
     return (piece for piece, _ in pieces if piece)

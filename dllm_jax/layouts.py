@@ -76,6 +76,13 @@ def shadowed(
     )
 
 
+def join(*parts: TokenFields) -> TokenFields:
+    """Parts of a row, `[B, ...]` each, one behind the other."""
+    joined = TokenFields(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))
+    slot = jnp.arange(joined.slot.shape[1], dtype=jnp.int32)
+    return joined._replace(slot=jnp.broadcast_to(slot, joined.slot.shape))
+
+
 def training_pairs(
     clean_position: jax.Array,
     noisy_position: jax.Array,

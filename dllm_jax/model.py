@@ -71,6 +71,17 @@ class Model:
         return self._programs[full_key](*args)
 
 
+def check_pair(model: ModelConfig, drafter: ModelConfig) -> None:
+    """Raises ValueError unless one model can draft for the other."""
+    for name in ("vocab_size", "mask_id", "eos_ids", "attention", "logit_alignment"):
+        own, other = getattr(model, name), getattr(drafter, name)
+        if own != other:
+            raise ValueError(
+                f"draft_model has {name}={other!r}, the model {name}={own!r}: they must "
+                "be equal."
+            )
+
+
 def model_fns(
     params: Params, config: ModelConfig, implementation: str = "auto"
 ) -> ModelFns:

@@ -9,6 +9,7 @@ from dllm_jax.decoding import (
     fast_dllm_v2,
     klass,
     masked,
+    simsd,
     wino,
 )
 from dllm_jax.decoding.base import DECODERS, Decoder
@@ -24,5 +25,6 @@ __all__ = (
     "fast_dllm_v2",
     "klass",
     "masked",
+    "simsd",
     "wino",
 )

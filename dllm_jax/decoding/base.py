@@ -33,6 +33,8 @@ class ModelFns(NamedTuple):
     init_cache: Callable[[int, int], KVCache]
     # hidden [B, T, D] -> greedy proposals, or None: from the logits
     propose: Callable[[jax.Array], Proposal] | None = None
+    # the model that drafts for this one, or None
+    draft: "ModelFns | None" = None
 
 
 @struct.dataclass
@@ -187,6 +189,8 @@ class Decoder(NamedTuple):
     cache: Callable[[Any], str] = lambda settings: "exact"
     # (settings, slots of the canvas) -> steps after which every row must be done
     most_steps: Callable[[Any, int], int | jax.Array] = two_a_slot
+    # whether it needs a model that drafts
+    drafts: bool = False
 
 
 DECODERS: dict[str, Decoder] = {}

@@ -1,0 +1,688 @@
+"""SimSD: a small model drafts a block, a large one verifies the draft in one forward.
+
+Specs, SimSD (arXiv 2606.02544). A round works on what is still masked of the open block:
+
+    draft    the drafter denoises the block step by step; the step in which it unmasked a
+             slot, and the token, are kept
+    verify   the target runs [block with the draft | mask copies of the drafted slots]; the
+             copy of a slot has the slot's position and sees the block as it was when the
+             drafter chose the token (`layouts.simsd_pairs`)
+    commit   from left to right the drafted tokens that the target accepts, and at the
+             first that it does not its own token; the rest is drafted again
+
+A finished block is stored in both caches, by default together with the next forward of
+each model (`fold`); what drafting and verifying compute of a block is discarded.
+
+`verification="paired"` is an approximation: a mask copy sees masks that have seen the very
+token it judges (specs, SimSD 2.2), and slots are accepted in the order of positions.
+`verification="exact"` costs more tokens in the same one forward and no accuracy: the
+block's successive states stand side by side, blind to each other
+(`layouts.separate_states`), and the target's own decoder (`block` with the same strategy)
+is replayed on their true logits. Accepted are the steps in which the target would have
+unmasked just these tokens, then the target's own step: the result is `block`'s of the
+target alone, token for token, whatever the drafter.
+
+A step of the loop is one forward of one model for all rows; rows with a finished draft wait
+until the others have theirs. Counters: `draft` are all forwards of the drafter, `verify`
+the target's, `commit` those of the target that only store.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dllm_jax import layouts, sampling, unmasking
+from dllm_jax.cache import KVCache, append
+from dllm_jax.config import ModelConfig
+from dllm_jax.decoding import block, canvas
+from dllm_jax.decoding.base import (
+    DecodeInputs,
+    Decoder,
+    DecodeState,
+    ModelFns,
+    SamplingSettings,
+    check_at_least,
+    check_choices,
+    register,
+    resolve_sampling,
+    setting,
+)
+from kernels_pallas import TokenFields
+
+UNDRAFTED = -1
+"""`order` of a slot that the drafter did not unmask."""
+
+STRATEGIES = ("low_confidence_static", "low_confidence_dynamic")
+EXACT_STRATEGIES = (*STRATEGIES, "sequential", "entropy_bounded")
+
+
+_UNIFORMS, _DRAWS = 0, 1  # streams of a verification
+
+
+@struct.dataclass
+class SimSDSettings(SamplingSettings):
+    """Settings of the `simsd` decoder."""
+
+    block_length: int | None = setting(
+        None,
+        "tokens of a block; the model's own if not given",
+        aliases=("block_size",),
+        kind=int,
+    )
+    denoising_steps: int | None = setting(
+        None,
+        "steps over which the drafter spreads a block; block_length if not given",
+        aliases=("steps_per_block",),
+        traced=True,
+        kind=int,
+    )
+    remasking_strategy: str = setting(
+        "low_confidence_static",
+        "which slots a step unmasks; exact verification takes all of them",
+        choices=EXACT_STRATEGIES,
+        aliases=("remasking", "strategy"),
+    )
+    threshold: float = setting(
+        0.9,
+        "low_confidence_dynamic: confidence above which (>) a slot is unmasked at once",
+        traced=True,
+        aliases=("confidence_threshold",),
+    )
+    eb_threshold: float = setting(
+        0.35, "entropy_bounded: nats that one step may unmask", traced=True
+    )
+    verification: str = setting(
+        "paired",
+        "paired: a mask copy a slot (the paper's, approximate); exact: every state of the "
+        "block, and the target's own decoding replayed (token-identical to it)",
+        choices=("paired", "exact"),
+    )
+    acceptance: str | None = setting(
+        None,
+        "paired: greedy_match (the target's most probable token), or mrs (modified "
+        "rejection sampling, with temperature > 0); by the temperature if not given",
+        choices=("greedy_match", "mrs"),
+        aliases=("speculative_branch",),
+        kind=str,
+    )
+    num_draft_tokens: int = setting(
+        0, "most tokens of a draft; 0 is all that is masked of the block", traced=True
+    )
+    draft_steps_per_block: int = setting(
+        0,
+        "most steps of a draft; slots it leaves go to the target's own tokens; 0 is all",
+        traced=True,
+    )
+    share_mask_position: bool = setting(
+        True, "mask copies have the positions of their slots (off: an ablation)"
+    )
+    fold: bool = setting(
+        True, "store a finished block in the next forward of each model (exact)"
+    )
+    early_stop: bool = setting(
+        True, "end a row as soon as all it returns is decided (same tokens)"
+    )
+
+
+@struct.dataclass
+class Draft:
+    """What a round has of its draft, and what all rounds so far have shown."""
+
+    cache: KVCache  # the drafter's
+    token: Any  # [B, T] int32, the open block's drafted tokens
+    order: Any  # [B, T] int32, the step in which each was drafted, or UNDRAFTED
+    hidden: Any  # [B, T, D] the drafter's, when it drafted the token
+    ready: Any  # [B] bool, the draft is complete
+    pending: Any  # [B] bool, the drafter has yet to store the block before the cursor
+    block_step: Any  # [B] int32, the target's own steps in the open block (exact)
+    examined: Any  # [B, T] int32, drafted tokens judged, by their place in the draft
+    accepted: Any  # [B, T] int32, of these the accepted ones
+    rounds: Any  # [B] int32, verifications
+
+
+def resolve(settings: SimSDSettings, config: ModelConfig) -> SimSDSettings:
+    """Fills in what was not given and checks everything; raises ValueError."""
+    as_block = block.BlockSettings(
+        block_length=settings.block_length, denoising_steps=settings.denoising_steps
+    )
+    as_block = block.resolve(as_block, config)
+    settings = settings.replace(
+        block_length=as_block.block_length, denoising_steps=as_block.denoising_steps
+    )
+    check_at_least(
+        settings,
+        denoising_steps=1,
+        threshold=0.0,
+        eb_threshold=0.0,
+        num_draft_tokens=0,
+        draft_steps_per_block=0,
+    )
+    settings = resolve_sampling(settings)
+    if settings.acceptance is None:
+        chosen = "mrs" if settings.sample else "greedy_match"
+        settings = settings.replace(acceptance=chosen)
+    check_choices(settings)
+    if settings.verification == "exact":
+        return _resolve_exact(settings)
+    if settings.remasking_strategy not in STRATEGIES:
+        raise ValueError(
+            f"remasking_strategy={settings.remasking_strategy!r} needs "
+            f"verification='exact'; 'paired' takes {', '.join(STRATEGIES)}."
+        )
+    if (settings.acceptance == "mrs") != settings.sample:
+        raise ValueError(
+            f"acceptance={settings.acceptance!r} goes with temperature "
+            f"{'> 0' if settings.acceptance == 'mrs' else '0'} (it is "
+            f"{settings.temperature})."
+        )
+    return settings
+
+
+def _resolve_exact(settings: SimSDSettings) -> SimSDSettings:
+    refused = {
+        "temperature": settings.sample,
+        "share_mask_position": not settings.share_mask_position,
+        "acceptance": settings.acceptance == "mrs",
+    }
+    for name, given in refused.items():
+        if given:
+            raise ValueError(
+                f"{name}={getattr(settings, name)} does not apply to "
+                "verification='exact', which replays the target's greedy decoding."
+            )
+    return settings
+
+
+def init(
+    fns: ModelFns, settings: SimSDSettings, inputs: DecodeInputs, canvas_length: int
+) -> DecodeState:
+    """The state after each model's `block.prefill`."""
+    length = settings.block_length
+    state, _ = block.prefill(fns, length, inputs, canvas_length)
+    drafter, _ = block.prefill(fns.draft, length, inputs, canvas_length)
+    batch = state.cursor.shape[0]
+    shape = (batch, length)
+    hidden = jax.eval_shape(
+        lambda tokens, fields: fns.draft.forward(tokens, fields, None).hidden,
+        jnp.zeros(shape, jnp.int32),
+        layouts.block_causal(jnp.zeros(shape, jnp.int32), length),
+    )
+    memory = Draft(
+        cache=drafter.cache,
+        token=jnp.zeros(shape, jnp.int32),
+        order=jnp.full(shape, UNDRAFTED, jnp.int32),
+        hidden=jnp.zeros(hidden.shape, hidden.dtype),
+        ready=jnp.zeros((batch,), bool),
+        pending=jnp.zeros((batch,), bool),
+        block_step=jnp.zeros((batch,), jnp.int32),
+        examined=jnp.zeros(shape, jnp.int32),
+        accepted=jnp.zeros(shape, jnp.int32),
+        rounds=jnp.zeros((batch,), jnp.int32),
+    )
+    prefilled = drafter.forwards
+    return state.replace(
+        memory=memory,
+        forwards=state.forwards.replace(
+            draft=prefilled.prefill,
+            positions=state.forwards.positions + prefilled.positions,
+        ),
+    )
+
+
+class _Block(NamedTuple):
+    """The open block of each row."""
+
+    index: jax.Array  # [B, T] int32
+    token: jax.Array  # [B, T] int32, as committed
+    masked: jax.Array  # [B, T] bool
+    drafted: jax.Array  # [B, T] bool, masked and with a drafted token
+
+    def filled(self, draft: Draft, mask_id: int, until: jax.Array | None = None):
+        """Tokens with the draft, or with what it had before step `until` `[B, 1]`."""
+        shown = self.drafted
+        if until is not None:
+            shown &= draft.order < until
+        return jnp.where(shown, draft.token, jnp.where(self.masked, mask_id, self.token))
+
+
+def _open(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> _Block:
+    offsets = jnp.arange(settings.block_length, dtype=jnp.int32)
+    index = state.cursor[:, None] + offsets
+    token = canvas.read(state.canvas, index)
+    masked = token == fns.config.mask_id
+    return _Block(index, token, masked, masked & (state.memory.order != UNDRAFTED))
+
+
+def _run(
+    fns: ModelFns,
+    state: DecodeState,
+    cache: KVCache,
+    storing: jax.Array,
+    tokens: jax.Array,
+    fields: TokenFields,
+    length: int,
+) -> tuple[jax.Array, KVCache]:
+    """One forward of a model, which also stores the block before the cursor.
+
+    Args:
+      fns: the model.
+      state: whose canvas and cursor count.
+      cache: the model's.
+      storing: bool `[B]`, which rows store that block.
+      tokens: int32 `[B, W]`, W >= length, of the open block.
+      fields: `[B, W]` each.
+      length: static, of a block.
+
+    Returns:
+      Hidden states `[B, W, D]` of `tokens`, and the cache.
+    """
+    position = state.cursor[:, None] + jnp.arange(-length, 0, dtype=jnp.int32)
+
+    def with_stored():
+        at = jnp.maximum(position, 0)
+        valid = jnp.broadcast_to(storing[:, None], at.shape)
+        stored = layouts.block_causal(at, length, valid)
+        row = jnp.concatenate([canvas.read(state.canvas, at), tokens], axis=1)
+        out = fns.forward(row, layouts.join(stored, fields), cache)
+        return out.hidden[:, length:], out.k[..., :length, :], out.v[..., :length, :]
+
+    def alone():
+        out = fns.forward(tokens, fields, cache)
+        return out.hidden, out.k[..., :length, :], out.v[..., :length, :]
+
+    hidden, k, v = jax.lax.cond(jnp.any(storing), with_stored, alone)
+    stored = layouts.block_causal(position, length)
+    return hidden, append(cache, k, v, stored, jnp.where(storing, length, 0))
+
+
+def step(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
+    """One forward of the batch by one of the models, or two that only store."""
+    active = ~state.done
+    drafting = active & ~state.memory.ready
+
+    def work(state):
+        return jax.lax.cond(
+            jnp.any(drafting),
+            lambda s: _draft(fns, settings, s),
+            lambda s: _verify(fns, settings, s),
+            state,
+        )
+
+    if settings.fold:
+        return work(state)
+    return jax.lax.cond(
+        jnp.any(state.pending & active),
+        lambda s: _store(fns, settings, s),
+        work,
+        state,
+    )
+
+
+def _store(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
+    """Stores the finished block in both caches, and does nothing else (`fold=False`)."""
+    length, memory = settings.block_length, state.memory
+    storing = state.pending & ~state.done
+    index = state.cursor[:, None] + jnp.arange(-length, 0, dtype=jnp.int32)
+    fields = layouts.block_causal(index, length)
+    kept = jnp.where(storing, length, 0)
+    tokens = canvas.read(state.canvas, jnp.maximum(index, 0))
+    own = fns.forward(tokens, fields, state.cache)
+    draft = fns.draft.forward(tokens, fields, memory.cache)
+    cache = append(memory.cache, draft.k, draft.v, fields, kept)
+    return state.replace(
+        cache=append(state.cache, own.k, own.v, fields, kept),
+        pending=state.pending & ~storing,
+        memory=memory.replace(cache=cache, pending=memory.pending & ~storing),
+        forwards=state.forwards.add(2 * kept, commit=storing, draft=storing),
+    )
+
+
+def _keys(state: DecodeState, count: jax.Array, stream: int) -> jax.Array:
+    """A key a row for its forward number `count` int32 `[B]`; equal in every batch."""
+    return jax.vmap(lambda key, n: jax.random.fold_in(jax.random.fold_in(key, n), stream))(
+        state.rng_key, count
+    )
+
+
+def _knobs(settings: SimSDSettings) -> sampling.SamplingKnobs:
+    return sampling.SamplingKnobs(settings.temperature, settings.top_k, settings.top_p)
+
+
+def _propose(
+    fns: ModelFns, settings: SimSDSettings, hidden: jax.Array, keys: jax.Array
+) -> sampling.Proposal:
+    """The drafter's tokens for `[B, T, D]` hidden states; keys `[B]`."""
+    if fns.propose is not None and not settings.sample:
+        return fns.propose(hidden)
+    return sampling.propose(
+        fns.logits(hidden),
+        fns.config.mask_id,
+        keys if settings.sample else None,
+        _knobs(settings),
+        settings.filtered,
+    )
+
+
+def _draft(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
+    """One forward of the drafter: a denoising step of rows whose draft is not complete."""
+    length, memory = settings.block_length, state.memory
+    rows = ~state.done & ~memory.ready
+    storing = memory.pending & rows
+    open_block = _open(fns, settings, state)
+    hidden, cache = _run(
+        fns.draft,
+        state,
+        memory.cache,
+        storing,
+        open_block.filled(memory, fns.config.mask_id),
+        layouts.block_causal(open_block.index, length),
+        length,
+    )
+    keys = _keys(state, state.forwards.draft, _DRAWS)
+    proposal = _propose(fns.draft, settings, hidden, keys)
+    left = open_block.masked & ~open_block.drafted & rows[:, None]
+    chosen = _choose_draft(settings, proposal, left, state)
+    limit = jnp.where(settings.num_draft_tokens > 0, settings.num_draft_tokens, length)
+    room = limit - _count(open_block.drafted)
+    chosen = unmasking.top_count(proposal.confidence, chosen, room)
+    step = state.step + rows.astype(jnp.int32)
+    complete = ~jnp.any(left & ~chosen, axis=-1) | (_count(chosen) >= room)
+    most = settings.draft_steps_per_block
+    complete |= (most > 0) & (step >= most)
+    memory = memory.replace(
+        cache=cache,
+        token=jnp.where(chosen, proposal.token, memory.token),
+        order=jnp.where(chosen, state.step[:, None], memory.order),
+        hidden=jnp.where(chosen[..., None], hidden, memory.hidden),
+        ready=memory.ready | (rows & complete),
+        pending=memory.pending & ~storing,
+    )
+    positions = jnp.where(rows, length, 0) + jnp.where(storing, length, 0)
+    return state.replace(
+        step=step, memory=memory, forwards=state.forwards.add(positions, draft=rows)
+    )
+
+
+def _count(slots: jax.Array) -> jax.Array:
+    return jnp.sum(slots, axis=-1, dtype=jnp.int32)
+
+
+def _choose_draft(
+    settings: SimSDSettings,
+    proposal: sampling.Proposal,
+    left: jax.Array,
+    state: DecodeState,
+) -> jax.Array:
+    """The slots that a step of the drafter unmasks, of the masked ones `left`."""
+    if settings.verification == "exact":
+        # As the target would in its own decoding, or no step could ever be accepted.
+        number = state.memory.block_step + state.step
+        return block.choose(settings, proposal, left, number, state.rng_key)
+    # Spread over the steps that are left, by what is left (specs, SimSD 4.2).
+    remaining = _count(left)
+    steps_left = jnp.maximum(settings.denoising_steps - state.step, 1)
+    quota = (remaining + steps_left - 1) // steps_left
+    best = unmasking.top_count(proposal.confidence, left, quota)
+    if settings.remasking_strategy == "low_confidence_static":
+        return best
+    return unmasking.above_threshold(
+        proposal.confidence, left, settings.threshold, best, quota
+    )
+
+
+class _Verdict(NamedTuple):
+    """What a verification commits; of examined slots the accepted ones come first."""
+
+    tokens: sampling.Proposal  # [B, T] each
+    chosen: jax.Array  # [B, T] bool, to be committed
+    examined: jax.Array  # [B, T] bool, drafted and judged
+    accepted: jax.Array  # [B, T] bool, of these the accepted
+    place: jax.Array  # [B, T] int32, place of a slot in the order of judging
+    steps: jax.Array  # [B] int32, the target's own steps that this is worth (exact)
+
+
+def _verify(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
+    """One forward of the target: judges all drafts, commits, and opens what is next."""
+    length, memory = settings.block_length, state.memory
+    rows = ~state.done
+    storing = state.pending & rows
+    open_block = _open(fns, settings, state)
+    judge = _verify_exactly if settings.verification == "exact" else _verify_pairs
+    verdict, cache, width = judge(fns, settings, state, storing, open_block)
+    chosen = verdict.chosen & rows[:, None]
+    start = open_block.index[:, 0]
+    state = state.replace(cache=cache)
+    state, tokens = canvas.unmask(state, start, open_block.index, verdict.tokens, chosen)
+    closed = ~jnp.any(tokens == fns.config.mask_id, axis=-1)
+    enough = block.answered(fns, state, open_block.index, tokens)
+    if not settings.early_stop:
+        enough &= closed
+    moving = rows & closed & ~enough
+    places = jnp.arange(length, dtype=jnp.int32)
+    at = (verdict.place[..., None] == places) & rows[:, None, None]
+
+    def histogram(slots):
+        return jnp.sum(slots[..., None] & at, axis=1, dtype=jnp.int32)
+
+    steps = jnp.where(moving, 0, memory.block_step + verdict.steps)
+    memory = memory.replace(
+        order=jnp.where(rows[:, None], UNDRAFTED, memory.order),
+        ready=memory.ready & ~rows,
+        pending=memory.pending | moving,
+        block_step=jnp.where(rows, steps, memory.block_step),
+        examined=memory.examined + histogram(verdict.examined),
+        accepted=memory.accepted + histogram(verdict.accepted),
+        rounds=memory.rounds + rows.astype(jnp.int32),
+    )
+    positions = jnp.where(rows, width, 0) + jnp.where(storing, length, 0)
+    return state.replace(
+        cursor=jnp.where(moving, state.cursor + length, state.cursor),
+        step=jnp.where(rows, 0, state.step),
+        pending=(state.pending & ~storing) | moving,
+        done=state.done | enough,
+        memory=memory,
+        forwards=state.forwards.add(positions, verify=rows),
+    )
+
+
+def _verify_pairs(fns, settings, state, storing, open_block: _Block):
+    """The paired row; see `_Verdict`. Also the target's cache and the row's tokens."""
+    length, memory = settings.block_length, state.memory
+    masked, order = open_block.masked, memory.order
+    role = jnp.where(masked, layouts.DATA, layouts.KNOWN)
+    copies = open_block.index
+    if not settings.share_mask_position:
+        copies = copies + _count(masked)[:, None]
+    fields = layouts.simsd_pairs(
+        jnp.concatenate([open_block.index, copies], axis=1),
+        jnp.concatenate([role, jnp.full_like(role, layouts.MASK)], axis=1),
+        jnp.concatenate([open_block.index // length] * 2, axis=1),
+        jnp.concatenate([order, order], axis=1),
+        length,
+        jnp.concatenate([jnp.ones_like(masked), masked], axis=1),
+    )
+    data = open_block.filled(memory, fns.config.mask_id)
+    tokens = jnp.concatenate([data, jnp.full_like(data, fns.config.mask_id)], axis=1)
+    hidden, cache = _run(fns, state, state.cache, storing, tokens, fields, length)
+    hidden = hidden[:, length:]
+    examined = open_block.drafted
+    if settings.acceptance == "greedy_match":
+        target = _propose(fns, settings, hidden, state.rng_key)
+        # What an early stop left is the target's to say.
+        examined |= masked & (settings.draft_steps_per_block > 0)
+        agrees = (target.token == memory.token) | (masked & ~open_block.drafted)
+        bonus = drafted = target
+    else:
+        number = state.forwards.verify
+        agrees, drafted, bonus = _rejection_sampling(
+            fns,
+            settings,
+            hidden,
+            memory,
+            jax.vmap(lambda key: jax.random.uniform(key, (length,)))(
+                _keys(state, number, _UNIFORMS)
+            ),
+            _keys(state, number, _DRAWS),
+        )
+    accepted, first = accept_prefix(agrees, examined)
+    tokens = sampling.Proposal(
+        *(jnp.where(first, b, d) for b, d in zip(bonus, drafted, strict=True))
+    )
+    verdict = _Verdict(
+        tokens=tokens,
+        chosen=accepted | first,
+        examined=open_block.drafted & (accepted | first),
+        accepted=open_block.drafted & accepted,
+        place=jnp.cumsum(examined.astype(jnp.int32), axis=-1) - 1,
+        steps=jnp.zeros_like(state.step),
+    )
+    return verdict, cache, length + _count(masked)
+
+
+def accept_prefix(agrees: jax.Array, examined: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The examined slots before the first that does not agree, and that one.
+
+    Args:
+      agrees: bool `[B, T]`.
+      examined: bool `[B, T]`; the others are passed over.
+
+    Returns:
+      bool `[B, T]` each.
+    """
+    fails = examined & ~agrees
+    before = jnp.cumsum(fails.astype(jnp.int32), axis=-1)
+    return examined & (before == 0), fails & (before == 1)
+
+
+def judge_by_ratio(
+    token: jax.Array, drafter: jax.Array, target: jax.Array, uniform: jax.Array
+) -> jax.Array:
+    """Whether each drafted token is kept: u < q / p (SimSD, equation 2).
+
+    Args:
+      token: int32 `[..., T]`.
+      drafter: p, float32 `[..., T, V]`.
+      target: q, float32 `[..., T, V]`.
+      uniform: u, float32 `[..., T]` in [0, 1).
+    """
+    p, q = (
+        jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0] for x in (drafter, target)
+    )
+    return (p > 0.0) & (uniform * p < q)
+
+
+def residual_of_rejection(
+    token: jax.Array, drafter: jax.Array, target: jax.Array
+) -> jax.Array:
+    """What to draw a rejected slot's token from, as `sampling.residual`.
+
+    All of q where the drafter gave its token no probability (specs, SimSD 5).
+    """
+    p = jnp.take_along_axis(drafter, token[..., None], axis=-1)
+    return jnp.where(p > 0.0, sampling.residual(target, drafter), target)
+
+
+def _rejection_sampling(fns, settings, hidden, memory: Draft, uniform, keys):
+    """Which drafted tokens are kept, with their probabilities; and what replaces one.
+
+    Both distributions are after temperature and filters, and without the mask token.
+    """
+
+    def distribution(model: ModelFns, states: jax.Array) -> jax.Array:
+        logits = model.logits(states)
+        is_mask = jnp.arange(logits.shape[-1]) == fns.config.mask_id
+        logits = jnp.where(is_mask, jnp.finfo(jnp.float32).min, logits)
+        return sampling.distribution(logits, _knobs(settings), True, settings.filtered)
+
+    p, q = distribution(fns.draft, memory.hidden), distribution(fns, hidden)
+    agrees = judge_by_ratio(memory.token, p, q, uniform)
+    left = residual_of_rejection(memory.token, p, q)
+    drawn = jax.vmap(lambda key, w: jax.random.categorical(key, jnp.log(w)))(keys, left)
+    drawn = drawn.astype(jnp.int32)
+
+    def proposal(token: jax.Array) -> sampling.Proposal:
+        share = jnp.take_along_axis(q, token[..., None], axis=-1)[..., 0]
+        return sampling.Proposal(token, share, jnp.zeros_like(share))
+
+    return agrees, proposal(memory.token), proposal(drawn)
+
+
+def _verify_exactly(fns, settings, state, storing, open_block: _Block):
+    """Every state of the block at once; see `_Verdict`. Also the cache and the tokens."""
+    length, memory = settings.block_length, state.memory
+    batch = state.cursor.shape[0]
+    number = jnp.arange(length, dtype=jnp.int32)
+    drafted_steps = state.step  # a state before each of them, and none behind the last
+
+    def widen(x):  # [B, T] -> [B, S, T], the same in every state
+        return jnp.broadcast_to(x[:, None], (batch, length, length))
+
+    shown = widen(open_block.drafted) & (widen(memory.order) < number[:, None])
+    hole = widen(open_block.masked) & ~shown
+    before = jnp.where(shown, widen(memory.token), widen(open_block.token))
+    tokens = jnp.where(hole, fns.config.mask_id, before)
+    exists = number < drafted_steps[:, None]  # [B, S]
+
+    def flat(x):
+        return x.reshape(batch, -1)
+
+    valid = jnp.broadcast_to(exists[..., None], tokens.shape)
+    states = jnp.broadcast_to(number[:, None], tokens.shape)
+    fields = layouts.separate_states(
+        flat(widen(open_block.index)),
+        flat(states),
+        state.cursor[:, None] // length,
+        flat(valid),
+    )
+    hidden, cache = _run(fns, state, state.cache, storing, flat(tokens), fields, length)
+    target = _propose(fns, settings, hidden, state.rng_key)
+
+    def by_state(x):  # [B, S * T] -> [B * S, T]
+        return x.reshape(batch * length, length)
+
+    target = sampling.Proposal(*map(by_state, target))
+    steps = (memory.block_step[:, None] + number).reshape(-1)
+    keys = jnp.repeat(state.rng_key, length)
+    own = block.choose(settings, target, hole.reshape(-1, length), steps, keys)
+    own = own.reshape(tokens.shape)
+    target = sampling.Proposal(*(x.reshape(tokens.shape) for x in target))
+    drafted = widen(open_block.drafted) & (widen(memory.order) == number[:, None])
+    same_tokens = jnp.all(~own | (target.token == widen(memory.token)), axis=-1)
+    agrees = jnp.all(own == drafted, axis=-1) & same_tokens
+    accepted, first = accept_prefix(agrees, exists)  # of states
+    worth = accepted | first
+    # What the steps up to the first difference unmask is the target's own in each.
+    chosen = own & worth[..., None]
+    tokens = sampling.Proposal(
+        *(jnp.sum(jnp.where(chosen, x, jnp.zeros_like(x)), axis=1) for x in target)
+    )
+    verdict = _Verdict(
+        tokens=tokens,
+        chosen=jnp.any(chosen, axis=1),
+        examined=jnp.any(drafted & worth[..., None], axis=1),
+        accepted=jnp.any(drafted & accepted[..., None], axis=1),
+        place=memory.order,
+        steps=_count(worth),
+    )
+    return verdict, cache, drafted_steps * length
+
+
+def most_steps(settings: SimSDSettings, slots: int) -> jax.Array:
+    """A round commits a slot; it drafts at most a block, verifies, and may store."""
+    return slots * (settings.block_length + 2)
+
+
+register(
+    Decoder(
+        name="simsd",
+        summary="a small model drafts, a large one verifies (paired: approximate; exact)",
+        settings=SimSDSettings,
+        resolve=resolve,
+        init=init,
+        step=step,
+        most_steps=most_steps,
+        drafts=True,
+    )
+)
