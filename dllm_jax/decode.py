@@ -25,6 +25,7 @@ from dllm_jax.generate import (
     MAX_NEW_TOKENS,
     Output,
     Plan,
+    check_drafter,
     plan,
     plan_infill,
     run_plan,
@@ -99,6 +100,11 @@ def make_parser() -> argparse.ArgumentParser:
         default="demo",
         help=f"converted or Hugging Face directory, or {', '.join(DEMO_MODELS)} "
         "(default demo)",
+    )
+    group.add_argument(
+        "--draft-model",
+        metavar="NAME",
+        help="the model that drafts, for decoders that need one (simsd): as --model",
     )
     group.add_argument(
         "--dtype",
@@ -328,9 +334,9 @@ def _check_output(path: Path | None) -> None:
         raise ValueError(f"output={str(path)!r}: the directory cannot be written.")
 
 
-def _stream(model: Model, request: Plan, prompt: Prompt) -> Output:
+def _stream(model: Model, request: Plan, prompt: Prompt, drafter: Model | None) -> Output:
     result = None
-    for piece, out in stream_plan(model, request, prompt):
+    for piece, out in stream_plan(model, request, prompt, drafter):
         print(piece, end="", flush=True)
         result = out
     print(flush=True)
@@ -350,10 +356,15 @@ def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
         shared |= {key: value for key, value in generation.items() if value}
         if args.marker is not None:
             shared["marker"] = args.marker
+        if args.draft_model is not None:
+            raise ValueError(f"draft_model={args.draft_model!r} does not apply to infill.")
         return plan_infill(config, args.decoder, **shared)
     if args.marker is not None:
         raise ValueError(f"marker={args.marker!r} needs --infill.")
-    return plan(config, args.decoder, **generation, chat=args.chat, **shared)
+    request = plan(config, args.decoder, **generation, chat=args.chat, **shared)
+    drafter = None if args.draft_model is None else load_config(args.draft_model)
+    check_drafter(config, request, drafter)
+    return request
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -374,6 +385,9 @@ def _run(args: argparse.Namespace) -> None:
     console.print(shown, highlight=False, markup=False)
     started = time.perf_counter()
     model = load(args.model, dtype=args.dtype)
+    drafter = None
+    if args.draft_model is not None:
+        drafter = load(args.draft_model, dtype=args.dtype)
     console.print(
         f"{args.model}: {model.dtype} on {len(jax.devices())} x {device.device_kind}, "
         f"loaded in {time.perf_counter() - started:.1f} s",
@@ -386,12 +400,12 @@ def _run(args: argparse.Namespace) -> None:
     if streams:
         if isinstance(prompts[0], str):
             console.print(prompts[0], style="dim", highlight=False, markup=False)
-        outputs = [_stream(model, request, prompts[0])]
+        outputs = [_stream(model, request, prompts[0], drafter)]
     else:
         if isinstance(prompts[0], str) and args.prompt is None and not args.json:
             console.print(prompts[0], style="dim", highlight=False, markup=False)
         with console.status("compiling and decoding ..."):
-            outputs = run_plan(model, request, prompts)
+            outputs = run_plan(model, request, prompts, draft_model=drafter)
         for out in outputs:
             print(json.dumps(out.to_dict(), ensure_ascii=False) if args.json else out.text)
     if args.output is not None:

@@ -41,6 +41,7 @@ class Stats:
     cache: str  # "exact" | "none (exact)" | "approximate (...)"
     compile_seconds: float  # of the batch; 0 when the programs were compiled before
     decode_seconds: float  # of the batch, without compilation
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)  # the decoder's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,6 +346,7 @@ class _Run:
                 cache=request.decoder.cache(request.settings),
                 compile_seconds=round(self._compile_seconds, 4),
                 decode_seconds=round(self._decode_seconds, 4),
+                more=request.decoder.report(self.state.memory, row),
             ),
             confidence=confidence.tolist(),
             unmask_forward=unmask_forward.tolist(),
@@ -372,7 +374,7 @@ def _encode_all(model: Model, request: Plan, prompts: Sequence[Prompt]) -> list[
     return rows
 
 
-def _check_drafter(model: Model, request: Plan, drafter: Model | None) -> None:
+def check_drafter(config: ModelConfig, request: Plan, drafter: ModelConfig | None) -> None:
     """Raises ValueError unless the decoder has the models that it needs."""
     name = request.decoder.name
     if request.decoder.drafts and drafter is None:
@@ -381,8 +383,12 @@ def _check_drafter(model: Model, request: Plan, drafter: Model | None) -> None:
         )
     if drafter is not None:
         if not request.decoder.drafts:
-            raise ValueError(f"draft_model={drafter.name!r} is not used by {name!r}.")
-        check_pair(model.config, drafter.config)
+            raise ValueError(f"draft_model is given, but not used by decoder {name!r}.")
+        check_pair(config, drafter)
+
+
+def _config(model: Model | None) -> ModelConfig | None:
+    return None if model is None else model.config
 
 
 def run_plan(
@@ -393,7 +399,7 @@ def run_plan(
     draft_model: Model | None = None,
 ) -> list[Output]:
     """Decodes prompts as `request` says; as `generate` after its settings are checked."""
-    _check_drafter(model, request, draft_model)
+    check_drafter(model.config, request, _config(draft_model))
     rows = _encode_all(model, request, prompts)
     size = batch_size or max(len(rows), 1)
     outputs: list[Output] = []
@@ -534,7 +540,7 @@ def stream_plan(
     model: Model, request: Plan, prompt: Prompt, draft_model: Model | None = None
 ) -> Iterator[tuple[str, Output | None]]:
     """Decodes one prompt block by block: pieces of text, then ("", the output)."""
-    _check_drafter(model, request, draft_model)
+    check_drafter(model.config, request, _config(draft_model))
     rows = _encode_all(model, request, [prompt])
     if model.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text to stream.")
@@ -563,6 +569,6 @@ def stream(
     `generate`, but for `batch_size`; wrong settings raise at once.
     """
     request = plan(model.config, decoder, **arguments)
-    _check_drafter(model, request, draft_model)
+    check_drafter(model.config, request, _config(draft_model))
     pieces = stream_plan(model, request, prompt, draft_model)
     return (piece for piece, _ in pieces if piece)

@@ -58,6 +58,11 @@ class Forwards:
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: jnp.zeros((batch,), jnp.int32) for name in names})
 
+    @property
+    def unmasking(self) -> jax.Array:
+        """Passes so far that could unmask a token: int32 `[B]`."""
+        return self.draft + self.denoise + self.verify
+
     def add(self, positions: jax.Array, **passes: jax.Array) -> "Forwards":
         """Counts passes (bool `[B]` by kind) and the row's tokens in them (int32 `[B]`)."""
         counted = {
@@ -191,6 +196,8 @@ class Decoder(NamedTuple):
     most_steps: Callable[[Any, int], int | jax.Array] = two_a_slot
     # whether it needs a model that drafts
     drafts: bool = False
+    # (memory, row) -> what else its statistics are, JSON-ready
+    report: Callable[[Any, int], dict[str, Any]] = lambda memory, row: {}
 
 
 DECODERS: dict[str, Decoder] = {}

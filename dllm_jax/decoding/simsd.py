@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from dllm_jax import layouts, sampling, unmasking
@@ -674,6 +675,24 @@ def most_steps(settings: SimSDSettings, slots: int) -> jax.Array:
     return slots * (settings.block_length + 2)
 
 
+def report(memory: Draft, row: int) -> dict[str, Any]:
+    """A row's acceptance: drafted tokens judged and accepted, by their place in the draft.
+
+    Tokens behind a rejection are not judged and do not count (specs, SimSD 5). In exact
+    verification the place is the step in which the drafter unmasked the token.
+    """
+    examined = np.asarray(memory.examined[row])
+    accepted = np.asarray(memory.accepted[row])
+    rounds = int(memory.rounds[row])
+    return {
+        "rounds": rounds,
+        "examined": examined.tolist(),
+        "accepted": accepted.tolist(),
+        "acceptance": float(accepted.sum() / max(examined.sum(), 1)),
+        "accepted_a_round": float(accepted.sum() / max(rounds, 1)),
+    }
+
+
 register(
     Decoder(
         name="simsd",
@@ -684,5 +703,6 @@ register(
         step=step,
         most_steps=most_steps,
         drafts=True,
+        report=report,
     )
 )
