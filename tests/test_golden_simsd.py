@@ -169,6 +169,32 @@ def test_folding_changes_nothing(models, golden_dir, name):
     assert final.forwards.draft[0] == work
 
 
+def test_several_blocks_in_one_verification(models, golden_dir):
+    """K = 4: the first round, before the cacheless loop's way with partial blocks shows."""
+    cases = json.loads((golden_dir / "simsd" / "cases.json").read_text())
+    [case] = [case for case in cases if case["name"] == "c29_B4_nocache_K4"]
+    target, draft = models["target"], models["draft"]
+    params, configs = (target.params, draft.params), (target.config, draft.config)
+    count, length = case["cfg"]["K"], case["cfg"]["block_length"]
+    given = _settings(case, draft_blocks=count)
+    settings = resolve_settings(DECODERS["simsd"], target.config, given)
+    settings = traced_settings(settings)
+    inputs = decode_inputs([case["prompt_ids"]], 64, MASK_ID, _PROMPT)
+    before, rounds = _start(params, configs, settings, inputs), case["rounds"][:count]
+    while not before.memory.ready[0]:
+        before = _step(params, configs, settings, before)
+    after = _step(params, configs, settings, before)
+    drafted = [token for r in rounds for token in r["draft_ids"]]
+    assert before.memory.token[0].tolist() == drafted
+    order = [step for r in rounds for step in r["step_map"]]
+    assert before.memory.order[0].tolist() == order
+    final = [token for r in rounds for token in r.get("final_ids", [])]
+    begin = len(case["prompt_ids"])
+    window = after.canvas[0, begin : begin + count * length].tolist()
+    assert window == final + [MASK_ID] * (len(window) - len(final))
+    assert after.cursor[0] == begin + len(final) // length * length
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def _row_logits(params, config, prompt, stored, length, tokens, fields):
     """Logits of a row over the cache of a prompt's first `stored` tokens."""

@@ -105,6 +105,30 @@ def test_early_stopped_drafts_are_completed_by_the_target(target, drafters):
     assert early.stats.forwards["verify"] <= whole.stats.forwards["verify"]
 
 
+def test_several_blocks_a_verification(target, drafters):
+    """A model that drafts for itself gets more of its blocks through at once."""
+    prompts = prompts_of(4, 16)  # whole blocks: known tokens do not look at drafted ones
+    run = functools.partial(
+        generate,
+        target,
+        decoder="simsd",
+        draft_model=drafters["itself"],
+        max_new_tokens=24,
+        block_length=4,
+        denoising_steps=1,
+    )
+    one, three = run(prompts), run(prompts, draft_blocks=3)
+    for single, several, prompt in zip(one, three, prompts, strict=True):
+        # A step a block: nothing leaks into what is judged, and all is accepted.
+        assert several.tokens == single.tokens
+        assert several.stats.more["acceptance"] == single.stats.more["acceptance"] == 1.0
+        verified = several.stats.forwards["verify"]
+        assert verified < single.stats.forwards["verify"] <= 3 * verified
+        [alone] = run([prompt], draft_blocks=3)
+        assert alone.tokens == several.tokens
+        assert alone.stats.positions == several.stats.positions
+
+
 @pytest.fixture(scope="module")
 def demos():
     return load("demo"), load("demo-draft")

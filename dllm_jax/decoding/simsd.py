@@ -1,8 +1,9 @@
 """SimSD: a small model drafts a block, a large one verifies the draft in one forward.
 
-Specs, SimSD (arXiv 2606.02544). A round works on what is still masked of the open block:
+Specs, SimSD (arXiv 2606.02544). A round works on what is still masked of the open block, or
+of several (`draft_blocks`), each drafted on the drafts before it:
 
-    draft    the drafter denoises the block step by step; the step in which it unmasked a
+    draft    the drafter denoises a block step by step; the step in which it unmasked a
              slot, and the token, are kept
     verify   the target runs [block with the draft | mask copies of the drafted slots]; the
              copy of a slot has the slot's position and sees the block as it was when the
@@ -108,12 +109,15 @@ class SimSDSettings(SamplingSettings):
         aliases=("speculative_branch",),
         kind=str,
     )
+    draft_blocks: int = setting(
+        1, "blocks that are drafted, one on the other, for one verification (paired)"
+    )
     num_draft_tokens: int = setting(
-        0, "most tokens of a draft; 0 is all that is masked of the block", traced=True
+        0, "most tokens of a draft; 0 is all that is masked of its blocks", traced=True
     )
     draft_steps_per_block: int = setting(
         0,
-        "most steps of a draft; slots it leaves go to the target's own tokens; 0 is all",
+        "most steps of a block's draft; what it leaves is the target's to say; 0 is all",
         traced=True,
     )
     share_mask_position: bool = setting(
@@ -132,11 +136,11 @@ class Draft:
     """What a round has of its draft, and what all rounds so far have shown."""
 
     cache: KVCache  # the drafter's
-    token: Any  # [B, T] int32, the open block's drafted tokens
-    order: Any  # [B, T] int32, the step in which each was drafted, or UNDRAFTED
+    token: Any  # [B, T] int32, drafted tokens of the open blocks
+    order: Any  # [B, T] int32, the step of its block that drafted each, or UNDRAFTED
     hidden: Any  # [B, T, D] the drafter's, when it drafted the token
+    block: Any  # [B] int32, which of the open blocks is being drafted
     ready: Any  # [B] bool, the draft is complete
-    pending: Any  # [B] bool, the drafter has yet to store the block before the cursor
     block_step: Any  # [B] int32, the target's own steps in the open block (exact)
     examined: Any  # [B, T] int32, drafted tokens judged, by their place in the draft
     accepted: Any  # [B, T] int32, of these the accepted ones
@@ -157,6 +161,7 @@ def resolve(settings: SimSDSettings, config: ModelConfig) -> SimSDSettings:
         denoising_steps=1,
         threshold=0.0,
         eb_threshold=0.0,
+        draft_blocks=1,
         num_draft_tokens=0,
         draft_steps_per_block=0,
     )
@@ -185,6 +190,7 @@ def _resolve_exact(settings: SimSDSettings) -> SimSDSettings:
     refused = {
         "temperature": settings.sample,
         "share_mask_position": not settings.share_mask_position,
+        "draft_blocks": settings.draft_blocks > 1,
         "acceptance": settings.acceptance == "mrs",
     }
     for name, given in refused.items():
@@ -201,10 +207,12 @@ def init(
 ) -> DecodeState:
     """The state after each model's `block.prefill`."""
     length = settings.block_length
-    state, _ = block.prefill(fns, length, inputs, canvas_length)
-    drafter, _ = block.prefill(fns.draft, length, inputs, canvas_length)
+    width = settings.draft_blocks * length
+    slots = canvas_length + width - length
+    state, _ = block.prefill(fns, length, inputs, slots)
+    drafter, _ = block.prefill(fns.draft, length, inputs, slots)
     batch = state.cursor.shape[0]
-    shape = (batch, length)
+    shape = (batch, width)
     hidden = jax.eval_shape(
         lambda tokens, fields: fns.draft.forward(tokens, fields, None).hidden,
         jnp.zeros(shape, jnp.int32),
@@ -215,8 +223,8 @@ def init(
         token=jnp.zeros(shape, jnp.int32),
         order=jnp.full(shape, UNDRAFTED, jnp.int32),
         hidden=jnp.zeros(hidden.shape, hidden.dtype),
+        block=jnp.zeros((batch,), jnp.int32),
         ready=jnp.zeros((batch,), bool),
-        pending=jnp.zeros((batch,), bool),
         block_step=jnp.zeros((batch,), jnp.int32),
         examined=jnp.zeros(shape, jnp.int32),
         accepted=jnp.zeros(shape, jnp.int32),
@@ -232,70 +240,73 @@ def init(
     )
 
 
-class _Block(NamedTuple):
-    """The open block of each row."""
+class _Open(NamedTuple):
+    """The open blocks of each row, as one window of T slots."""
 
     index: jax.Array  # [B, T] int32
     token: jax.Array  # [B, T] int32, as committed
-    masked: jax.Array  # [B, T] bool
+    masked: jax.Array  # [B, T] bool, of blocks that the row needs
     drafted: jax.Array  # [B, T] bool, masked and with a drafted token
+    number: jax.Array  # [T] int32, which of the open blocks
 
-    def filled(self, draft: Draft, mask_id: int, until: jax.Array | None = None):
-        """Tokens with the draft, or with what it had before step `until` `[B, 1]`."""
-        shown = self.drafted
-        if until is not None:
-            shown &= draft.order < until
-        return jnp.where(shown, draft.token, jnp.where(self.masked, mask_id, self.token))
+    def filled(self, draft: Draft) -> jax.Array:
+        """Tokens with the draft: int32 `[B, T]`."""
+        return jnp.where(self.drafted, draft.token, self.token)
 
 
-def _open(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> _Block:
-    offsets = jnp.arange(settings.block_length, dtype=jnp.int32)
+def _open(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> _Open:
+    length = settings.block_length
+    offsets = jnp.arange(settings.draft_blocks * length, dtype=jnp.int32)
     index = state.cursor[:, None] + offsets
     token = canvas.read(state.canvas, index)
-    masked = token == fns.config.mask_id
-    return _Block(index, token, masked, masked & (state.memory.order != UNDRAFTED))
+    last = (state.end + length - 1) // length * length
+    masked = (token == fns.config.mask_id) & (index < last[:, None])
+    drafted = masked & (state.memory.order != UNDRAFTED)
+    return _Open(index, token, masked, drafted, offsets // length)
 
 
 def _run(
     fns: ModelFns,
     state: DecodeState,
     cache: KVCache,
-    storing: jax.Array,
+    rows: jax.Array,
     tokens: jax.Array,
     fields: TokenFields,
-    length: int,
-) -> tuple[jax.Array, KVCache]:
-    """One forward of a model, which also stores the block before the cursor.
+    settings: SimSDSettings,
+) -> tuple[jax.Array, KVCache, jax.Array]:
+    """One forward of a model, which also stores what it lacks before the cursor.
 
     Args:
       fns: the model.
       state: whose canvas and cursor count.
       cache: the model's.
-      storing: bool `[B]`, which rows store that block.
-      tokens: int32 `[B, W]`, W >= length, of the open block.
+      rows: bool `[B]`, which rows take part.
+      tokens: int32 `[B, W]`, of the open blocks, W at least the window's.
       fields: `[B, W]` each.
-      length: static, of a block.
+      settings: resolved.
 
     Returns:
-      Hidden states `[B, W, D]` of `tokens`, and the cache.
+      Hidden states `[B, W, D]` of `tokens`, the cache, and how many tokens were stored,
+      int32 `[B]`.
     """
-    position = state.cursor[:, None] + jnp.arange(-length, 0, dtype=jnp.int32)
+    length = settings.block_length
+    width = settings.draft_blocks * length
+    lacking = jnp.where(rows, state.cursor - cache.length, 0)
+    offsets = jnp.arange(width, dtype=jnp.int32)
+    position = cache.length[:, None] + offsets
+    stored = layouts.block_causal(position, length, offsets < lacking[:, None])
 
     def with_stored():
-        at = jnp.maximum(position, 0)
-        valid = jnp.broadcast_to(storing[:, None], at.shape)
-        stored = layouts.block_causal(at, length, valid)
-        row = jnp.concatenate([canvas.read(state.canvas, at), tokens], axis=1)
+        row = jnp.concatenate([canvas.read(state.canvas, position), tokens], axis=1)
         out = fns.forward(row, layouts.join(stored, fields), cache)
-        return out.hidden[:, length:], out.k[..., :length, :], out.v[..., :length, :]
+        return out.hidden[:, width:], out.k[..., :width, :], out.v[..., :width, :]
 
     def alone():
         out = fns.forward(tokens, fields, cache)
-        return out.hidden, out.k[..., :length, :], out.v[..., :length, :]
+        return out.hidden, out.k[..., :width, :], out.v[..., :width, :]
 
-    hidden, k, v = jax.lax.cond(jnp.any(storing), with_stored, alone)
-    stored = layouts.block_causal(position, length)
-    return hidden, append(cache, k, v, stored, jnp.where(storing, length, 0))
+    hidden, k, v = jax.lax.cond(jnp.any(lacking > 0), with_stored, alone)
+    return hidden, append(cache, k, v, stored, lacking), lacking
 
 
 def step(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
@@ -313,30 +324,27 @@ def step(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeSt
 
     if settings.fold:
         return work(state)
+    lacks = state.cache.length < state.cursor
     return jax.lax.cond(
-        jnp.any(state.pending & active),
-        lambda s: _store(fns, settings, s),
-        work,
-        state,
+        jnp.any(lacks & active), lambda s: _store(fns, settings, s), work, state
     )
 
 
 def _store(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
-    """Stores the finished block in both caches, and does nothing else (`fold=False`)."""
+    """Stores finished blocks in both caches, and does nothing else (`fold=False`)."""
     length, memory = settings.block_length, state.memory
-    storing = state.pending & ~state.done
-    index = state.cursor[:, None] + jnp.arange(-length, 0, dtype=jnp.int32)
-    fields = layouts.block_causal(index, length)
-    kept = jnp.where(storing, length, 0)
-    tokens = canvas.read(state.canvas, jnp.maximum(index, 0))
+    offsets = jnp.arange(settings.draft_blocks * length, dtype=jnp.int32)
+    index = state.cache.length[:, None] + offsets
+    lacking = jnp.where(state.done, 0, state.cursor - state.cache.length)
+    fields = layouts.block_causal(index, length, offsets < lacking[:, None])
+    tokens = canvas.read(state.canvas, index)
     own = fns.forward(tokens, fields, state.cache)
     draft = fns.draft.forward(tokens, fields, memory.cache)
-    cache = append(memory.cache, draft.k, draft.v, fields, kept)
+    cache = append(memory.cache, draft.k, draft.v, fields, lacking)
     return state.replace(
-        cache=append(state.cache, own.k, own.v, fields, kept),
-        pending=state.pending & ~storing,
-        memory=memory.replace(cache=cache, pending=memory.pending & ~storing),
-        forwards=state.forwards.add(2 * kept, commit=storing, draft=storing),
+        cache=append(state.cache, own.k, own.v, fields, lacking),
+        memory=memory.replace(cache=cache),
+        forwards=state.forwards.add(2 * lacking, commit=lacking > 0, draft=lacking > 0),
     )
 
 
@@ -370,37 +378,42 @@ def _draft(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> Decode
     """One forward of the drafter: a denoising step of rows whose draft is not complete."""
     length, memory = settings.block_length, state.memory
     rows = ~state.done & ~memory.ready
-    storing = memory.pending & rows
-    open_block = _open(fns, settings, state)
-    hidden, cache = _run(
+    window = _open(fns, settings, state)
+    hidden, cache, stored = _run(
         fns.draft,
         state,
         memory.cache,
-        storing,
-        open_block.filled(memory, fns.config.mask_id),
-        layouts.block_causal(open_block.index, length),
-        length,
+        rows,
+        window.filled(memory),
+        layouts.block_causal(window.index, length),
+        settings,
     )
     keys = _keys(state, state.forwards.draft, _DRAWS)
     proposal = _propose(fns.draft, settings, hidden, keys)
-    left = open_block.masked & ~open_block.drafted & rows[:, None]
+    here = window.number == memory.block[:, None]
+    left = window.masked & ~window.drafted & here & rows[:, None]
     chosen = _choose_draft(settings, proposal, left, state)
-    limit = jnp.where(settings.num_draft_tokens > 0, settings.num_draft_tokens, length)
-    room = limit - _count(open_block.drafted)
+    width = window.index.shape[1]
+    limit = jnp.where(settings.num_draft_tokens > 0, settings.num_draft_tokens, width)
+    room = limit - _count(window.drafted)
     chosen = unmasking.top_count(proposal.confidence, chosen, room)
     step = state.step + rows.astype(jnp.int32)
-    complete = ~jnp.any(left & ~chosen, axis=-1) | (_count(chosen) >= room)
     most = settings.draft_steps_per_block
-    complete |= (most > 0) & (step >= most)
+    over = ~jnp.any(left & ~chosen, axis=-1) | ((most > 0) & (step >= most))
+    behind = window.number > memory.block[:, None]
+    complete = over & ~jnp.any(window.masked & behind, axis=-1)
+    complete |= _count(chosen) >= room
     memory = memory.replace(
         cache=cache,
         token=jnp.where(chosen, proposal.token, memory.token),
         order=jnp.where(chosen, state.step[:, None], memory.order),
         hidden=jnp.where(chosen[..., None], hidden, memory.hidden),
+        block=memory.block + (rows & over & ~complete).astype(jnp.int32),
         ready=memory.ready | (rows & complete),
-        pending=memory.pending & ~storing,
     )
-    positions = jnp.where(rows, length, 0) + jnp.where(storing, length, 0)
+    # The exact verifier counts the steps of its only block.
+    step = jnp.where(rows & over & ~complete, 0, step)
+    positions = jnp.where(rows, width, 0) + stored
     return state.replace(
         step=step, memory=memory, forwards=state.forwards.add(positions, draft=rows)
     )
@@ -448,72 +461,72 @@ def _verify(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> Decod
     """One forward of the target: judges all drafts, commits, and opens what is next."""
     length, memory = settings.block_length, state.memory
     rows = ~state.done
-    storing = state.pending & rows
-    open_block = _open(fns, settings, state)
+    window = _open(fns, settings, state)
     judge = _verify_exactly if settings.verification == "exact" else _verify_pairs
-    verdict, cache, width = judge(fns, settings, state, storing, open_block)
+    verdict, cache, positions = judge(fns, settings, state, rows, window)
     chosen = verdict.chosen & rows[:, None]
-    start = open_block.index[:, 0]
     state = state.replace(cache=cache)
-    state, tokens = canvas.unmask(state, start, open_block.index, verdict.tokens, chosen)
-    closed = ~jnp.any(tokens == fns.config.mask_id, axis=-1)
-    enough = block.answered(fns, state, open_block.index, tokens)
+    start = window.index[:, 0]
+    state, tokens = canvas.unmask(state, start, window.index, verdict.tokens, chosen)
+    behind = state.cursor + window.index.shape[1]
+    is_mask = tokens == fns.config.mask_id
+    first_mask = jnp.min(jnp.where(is_mask, window.index, behind[:, None]), axis=-1)
+    closed = (first_mask - state.cursor) // length
+    enough = block.answered(fns, state, window.index, tokens)
     if not settings.early_stop:
-        enough &= closed
-    moving = rows & closed & ~enough
-    places = jnp.arange(length, dtype=jnp.int32)
+        enough &= closed > 0
+    moving = jnp.where(rows & ~enough, closed, 0)
+    places = jnp.arange(window.index.shape[1], dtype=jnp.int32)
     at = (verdict.place[..., None] == places) & rows[:, None, None]
 
     def histogram(slots):
         return jnp.sum(slots[..., None] & at, axis=1, dtype=jnp.int32)
 
-    steps = jnp.where(moving, 0, memory.block_step + verdict.steps)
+    steps = jnp.where(moving > 0, 0, memory.block_step + verdict.steps)
     memory = memory.replace(
         order=jnp.where(rows[:, None], UNDRAFTED, memory.order),
+        block=jnp.where(rows, 0, memory.block),
         ready=memory.ready & ~rows,
-        pending=memory.pending | moving,
         block_step=jnp.where(rows, steps, memory.block_step),
         examined=memory.examined + histogram(verdict.examined),
         accepted=memory.accepted + histogram(verdict.accepted),
         rounds=memory.rounds + rows.astype(jnp.int32),
     )
-    positions = jnp.where(rows, width, 0) + jnp.where(storing, length, 0)
     return state.replace(
-        cursor=jnp.where(moving, state.cursor + length, state.cursor),
+        cursor=state.cursor + moving * length,
         step=jnp.where(rows, 0, state.step),
-        pending=(state.pending & ~storing) | moving,
         done=state.done | enough,
         memory=memory,
-        forwards=state.forwards.add(positions, verify=rows),
+        forwards=state.forwards.add(jnp.where(rows, positions, 0), verify=rows),
     )
 
 
-def _verify_pairs(fns, settings, state, storing, open_block: _Block):
+def _verify_pairs(fns, settings, state, rows, window: _Open):
     """The paired row; see `_Verdict`. Also the target's cache and the row's tokens."""
     length, memory = settings.block_length, state.memory
-    masked, order = open_block.masked, memory.order
+    masked, order, width = window.masked, memory.order, window.index.shape[1]
     role = jnp.where(masked, layouts.DATA, layouts.KNOWN)
-    copies = open_block.index
+    copies = window.index
     if not settings.share_mask_position:
         copies = copies + _count(masked)[:, None]
     fields = layouts.simsd_pairs(
-        jnp.concatenate([open_block.index, copies], axis=1),
+        jnp.concatenate([window.index, copies], axis=1),
         jnp.concatenate([role, jnp.full_like(role, layouts.MASK)], axis=1),
-        jnp.concatenate([open_block.index // length] * 2, axis=1),
+        jnp.concatenate([window.index // length] * 2, axis=1),
         jnp.concatenate([order, order], axis=1),
         length,
         jnp.concatenate([jnp.ones_like(masked), masked], axis=1),
     )
-    data = open_block.filled(memory, fns.config.mask_id)
+    data = window.filled(memory)
     tokens = jnp.concatenate([data, jnp.full_like(data, fns.config.mask_id)], axis=1)
-    hidden, cache = _run(fns, state, state.cache, storing, tokens, fields, length)
-    hidden = hidden[:, length:]
-    examined = open_block.drafted
+    hidden, cache, stored = _run(fns, state, state.cache, rows, tokens, fields, settings)
+    hidden = hidden[:, width:]
+    examined = window.drafted
     if settings.acceptance == "greedy_match":
         target = _propose(fns, settings, hidden, state.rng_key)
         # What an early stop left is the target's to say.
         examined |= masked & (settings.draft_steps_per_block > 0)
-        agrees = (target.token == memory.token) | (masked & ~open_block.drafted)
+        agrees = (target.token == memory.token) | (masked & ~window.drafted)
         bonus = drafted = target
     else:
         number = state.forwards.verify
@@ -522,7 +535,7 @@ def _verify_pairs(fns, settings, state, storing, open_block: _Block):
             settings,
             hidden,
             memory,
-            jax.vmap(lambda key: jax.random.uniform(key, (length,)))(
+            jax.vmap(lambda key: jax.random.uniform(key, (width,)))(
                 _keys(state, number, _UNIFORMS)
             ),
             _keys(state, number, _DRAWS),
@@ -534,12 +547,12 @@ def _verify_pairs(fns, settings, state, storing, open_block: _Block):
     verdict = _Verdict(
         tokens=tokens,
         chosen=accepted | first,
-        examined=open_block.drafted & (accepted | first),
-        accepted=open_block.drafted & accepted,
+        examined=window.drafted & (accepted | first),
+        accepted=window.drafted & accepted,
         place=jnp.cumsum(examined.astype(jnp.int32), axis=-1) - 1,
         steps=jnp.zeros_like(state.step),
     )
-    return verdict, cache, length + _count(masked)
+    return verdict, cache, width + _count(masked) + stored
 
 
 def accept_prefix(agrees: jax.Array, examined: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -610,7 +623,7 @@ def _rejection_sampling(fns, settings, hidden, memory: Draft, uniform, keys):
     return agrees, proposal(memory.token), proposal(drawn)
 
 
-def _verify_exactly(fns, settings, state, storing, open_block: _Block):
+def _verify_exactly(fns, settings, state, rows, window: _Open):
     """Every state of the block at once; see `_Verdict`. Also the cache and the tokens."""
     length, memory = settings.block_length, state.memory
     batch = state.cursor.shape[0]
@@ -620,9 +633,9 @@ def _verify_exactly(fns, settings, state, storing, open_block: _Block):
     def widen(x):  # [B, T] -> [B, S, T], the same in every state
         return jnp.broadcast_to(x[:, None], (batch, length, length))
 
-    shown = widen(open_block.drafted) & (widen(memory.order) < number[:, None])
-    hole = widen(open_block.masked) & ~shown
-    before = jnp.where(shown, widen(memory.token), widen(open_block.token))
+    shown = widen(window.drafted) & (widen(memory.order) < number[:, None])
+    hole = widen(window.masked) & ~shown
+    before = jnp.where(shown, widen(memory.token), widen(window.token))
     tokens = jnp.where(hole, fns.config.mask_id, before)
     exists = number < drafted_steps[:, None]  # [B, S]
 
@@ -632,12 +645,14 @@ def _verify_exactly(fns, settings, state, storing, open_block: _Block):
     valid = jnp.broadcast_to(exists[..., None], tokens.shape)
     states = jnp.broadcast_to(number[:, None], tokens.shape)
     fields = layouts.separate_states(
-        flat(widen(open_block.index)),
+        flat(widen(window.index)),
         flat(states),
         state.cursor[:, None] // length,
         flat(valid),
     )
-    hidden, cache = _run(fns, state, state.cache, storing, flat(tokens), fields, length)
+    hidden, cache, stored = _run(
+        fns, state, state.cache, rows, flat(tokens), fields, settings
+    )
     target = _propose(fns, settings, hidden, state.rng_key)
 
     def by_state(x):  # [B, S * T] -> [B * S, T]
@@ -649,7 +664,7 @@ def _verify_exactly(fns, settings, state, storing, open_block: _Block):
     own = block.choose(settings, target, hole.reshape(-1, length), steps, keys)
     own = own.reshape(tokens.shape)
     target = sampling.Proposal(*(x.reshape(tokens.shape) for x in target))
-    drafted = widen(open_block.drafted) & (widen(memory.order) == number[:, None])
+    drafted = widen(window.drafted) & (widen(memory.order) == number[:, None])
     same_tokens = jnp.all(~own | (target.token == widen(memory.token)), axis=-1)
     agrees = jnp.all(own == drafted, axis=-1) & same_tokens
     accepted, first = accept_prefix(agrees, exists)  # of states
@@ -667,12 +682,13 @@ def _verify_exactly(fns, settings, state, storing, open_block: _Block):
         place=memory.order,
         steps=_count(worth),
     )
-    return verdict, cache, drafted_steps * length
+    return verdict, cache, drafted_steps * length + stored
 
 
 def most_steps(settings: SimSDSettings, slots: int) -> jax.Array:
-    """A round commits a slot; it drafts at most a block, verifies, and may store."""
-    return slots * (settings.block_length + 2)
+    """A round commits a slot; it drafts its blocks, verifies, and may store."""
+    width = settings.draft_blocks * settings.block_length
+    return slots * (width + 2)
 
 
 def report(memory: Draft, row: int) -> dict[str, Any]:
