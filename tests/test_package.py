@@ -19,6 +19,8 @@ LAYERS = (
     "attention",
     "transformer",
     "sampling",
+    "head",
+    "compiler",
     "unmasking",
     "decoding",
     "models",
