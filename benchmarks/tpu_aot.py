@@ -66,7 +66,7 @@ from dllm_jax.compiler import compiler_options
 from dllm_jax.config import ModelConfig, MoEConfig
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding.base import DecodeInputs
-from dllm_jax.generate import model_fns
+from dllm_jax.model import model_fns
 from dllm_jax.params import leaf_paths, param_shapes
 from dllm_jax.settings import default_decoder, resolve_settings, traced_settings
 from kernels_pallas import attention_cost
@@ -197,7 +197,7 @@ def compile_loop(
     @functools.partial(jax.jit, donate_argnums=0)
     def go_on(state, params, settings, pause):
         step = functools.partial(decoder.step, fns(params), settings)
-        return loop.run(step, state, pause)
+        return loop.run(step, state, pause, 2 * context)
 
     # The mesh tells `attend` for which device the program is.
     with jax.sharding.set_mesh(Mesh(np.array([device]), "x", axis_types=(AxisType.Auto,))):

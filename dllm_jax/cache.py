@@ -79,3 +79,38 @@ def append(
         fields=jax.vmap(write_fields)(cache.fields, pack_key_fields(fields), cache.length),
         length=cache.length + count,
     )
+
+
+def refill(
+    cache: KVCache,
+    k: jax.Array,
+    v: jax.Array,
+    fields: TokenFields,
+    rows: jax.Array,
+    count: jax.Array,
+) -> KVCache:
+    """Replaces all that some rows have stored; the others stay as they are.
+
+    Args:
+      cache: the cache, of at least T slots.
+      k: `[L, B, K, T, H]` roped fresh keys.
+      v: `[L, B, K, T, H]` fresh values.
+      fields: `[B, T]` each.
+      rows: bool `[B]`, which rows to refill.
+      count: int32 `[B]`, how many of the T tokens they keep.
+    """
+
+    def put(buffer, fresh):  # [L, B, K, S, H], [L, B, K, T, H]
+        kept = buffer[..., : fresh.shape[3], :]
+        new = jnp.where(rows[:, None, None, None], fresh.astype(buffer.dtype), kept)
+        return jax.lax.dynamic_update_slice(buffer, new, (0,) * buffer.ndim)
+
+    packed = pack_key_fields(fields)
+    kept = cache.fields[..., : packed.shape[-1]]
+    packed = jnp.where(rows[:, None, None], packed, kept)
+    return KVCache(
+        k=put(cache.k, k),
+        v=put(cache.v, v),
+        fields=jax.lax.dynamic_update_slice(cache.fields, packed, (0, 0, 0)),
+        length=jnp.where(rows, count, cache.length),
+    )

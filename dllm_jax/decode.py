@@ -22,17 +22,16 @@ from rich.table import Table
 from dllm_jax.checkpoint import DTYPES
 from dllm_jax.decoding import DECODERS
 from dllm_jax.generate import (
-    DEMO_MODELS,
-    Model,
+    MAX_NEW_TOKENS,
     Output,
     Plan,
-    Prompt,
-    load,
-    load_config,
     plan,
+    plan_infill,
     run_plan,
     stream_plan,
 )
+from dllm_jax.model import DEMO_MODELS, Model, load, load_config
+from dllm_jax.prompts import MARKER, Prompt
 from dllm_jax.settings import presets, setting_fields
 
 _SAMPLE_SEED = 7
@@ -129,19 +128,34 @@ def make_parser() -> argparse.ArgumentParser:
         help="put text into the chat template (default if the model has one)",
     )
     how.add_argument("--raw", dest="chat", action="store_false", help="no chat template")
+    how.add_argument(
+        "--infill",
+        action="store_true",
+        help="fill the holes of the prompt in place: --marker in a text, the mask id among "
+        "ids (bidirectional models: LLaDA, Dream)",
+    )
+    group.add_argument(
+        "--marker",
+        metavar="TEXT",
+        help=f"with --infill: stands for one missing token (default {MARKER}); "
+        f"{MARKER[:-1]}:n{MARKER[-1]} stands for n",
+    )
 
     group = parser.add_argument_group("generation")
+    summaries = "; ".join(f"{d.name}: {d.summary}" for d in DECODERS.values())
     group.add_argument(
-        "--decoder", choices=tuple(DECODERS), help="default: what the model is made for"
+        "--decoder",
+        choices=tuple(DECODERS),
+        metavar="NAME",
+        help=f"{summaries} (default: what the model is made for)".replace("%", "%%"),
     )
     group.add_argument("--preset", help=f"one of {', '.join(presets())}")
     group.add_argument(
         "--max-new-tokens",
         "--gen-length",
         type=int,
-        default=128,
         metavar="INT",
-        help="most tokens to generate (default 128)",
+        help=f"most tokens to generate (default {MAX_NEW_TOKENS}, or the preset's)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="INT", help="default 0")
     group.add_argument(
@@ -254,7 +268,15 @@ def _set_up_jax(args: argparse.Namespace) -> None:
 
 def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
     table = Table(box=None, pad_edge=False)
-    columns = ("#", "prompt tokens", "new tokens", "forwards", "tokens/forward", "ends")
+    columns = (
+        "#",
+        "prompt tokens",
+        "new tokens",
+        "forwards",
+        "tokens/forward",
+        "ends",
+        "cache",
+    )
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for index, out in enumerate(outputs):
@@ -271,6 +293,7 @@ def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
             f"{stats.forwards['total']}: {kinds}",
             f"{stats.tokens_per_forward:.2f}",
             out.finish_reason,
+            stats.cache,
         )
     console.print(table)
     first = outputs[0].stats
@@ -315,28 +338,36 @@ def _stream(model: Model, request: Plan, prompt: Prompt) -> Output:
     return result
 
 
+def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
+    shared = {"seed": args.seed, "preset": args.preset, **settings}
+    generation = {
+        "max_new_tokens": args.max_new_tokens,
+        "stop": args.stop,
+        "steps": args.steps,
+    }
+    config = load_config(args.model)
+    if args.infill:
+        shared |= {key: value for key, value in generation.items() if value}
+        if args.marker is not None:
+            shared["marker"] = args.marker
+        return plan_infill(config, args.decoder, **shared)
+    if args.marker is not None:
+        raise ValueError(f"marker={args.marker!r} needs --infill.")
+    return plan(config, args.decoder, **generation, chat=args.chat, **shared)
+
+
 def _run(args: argparse.Namespace) -> None:
     console = Console(stderr=True, quiet=args.quiet, soft_wrap=True)
     _check_output(args.output)
     prompts = _read_prompts(args)
-    if args.stream and (len(prompts) > 1 or args.json):
-        raise ValueError("stream=True needs one prompt and no --json.")
+    if args.stream and (len(prompts) > 1 or args.json or args.infill):
+        raise ValueError("stream=True needs one prompt, no --json and no --infill.")
     settings = {
         name: value
         for name in _shared_settings()
         if (value := getattr(args, f"setting_{name}")) is not None
     }
-    request = plan(
-        load_config(args.model),
-        args.decoder,
-        max_new_tokens=args.max_new_tokens,
-        seed=args.seed,
-        stop=args.stop,
-        steps=args.steps,
-        chat=args.chat,
-        preset=args.preset,
-        **settings,
-    )
+    request = _make_plan(args, settings)
     _set_up_jax(args)
     device = jax.devices()[0]
     shown = " ".join(f"{name}={value}" for name, value in request.describe().items())
@@ -350,7 +381,7 @@ def _run(args: argparse.Namespace) -> None:
         markup=False,
     )
     streams = args.stream
-    if streams is None:
+    if streams is None and not args.infill:
         streams = sys.stdout.isatty() and len(prompts) == 1 and not args.json
     if streams:
         if isinstance(prompts[0], str):

@@ -1,35 +1,20 @@
-"""The library's front door: `load`, `generate`, `stream`."""
+"""The library's front door: `generate`, `infill`, `stream`."""
 
 import dataclasses
 import functools
-import operator
-import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax import head, transformer
-from dllm_jax.cache import init_cache
-from dllm_jax.checkpoint import (
-    DTYPES,
-    SIDECAR,
-    read_hf_params,
-    read_params,
-    read_sidecar,
-)
-from dllm_jax.compiler import compiler_options
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import Decoder, loop
-from dllm_jax.decoding.base import DecodeInputs, DecodeState, ModelFns
-from dllm_jax.hf import CheckpointError, HFCheckpoint
-from dllm_jax.params import Params
+from dllm_jax.decoding.base import UNDECIDED, DecodeInputs, DecodeState
+from dllm_jax.model import Model
+from dllm_jax.prompts import MARKER, Prompt, Row, encode_holes, encode_prompt
 from dllm_jax.settings import (
     canonical_names,
     default_decoder,
@@ -39,68 +24,9 @@ from dllm_jax.settings import (
     resolve_settings,
     traced_settings,
 )
-from dllm_jax.tokenizer import TextStream, Tokenizer, find_stop
+from dllm_jax.tokenizer import TextStream, find_stop
 
-DEMO_MODELS = ("demo", "demo-draft", "demo-llada")
-Prompt = str | Sequence[int]
-
-
-class Model:
-    """A loaded model: parameters, config, tokenizer, and its compiled programs."""
-
-    def __init__(
-        self,
-        params: Params,
-        config: ModelConfig,
-        tokenizer: Tokenizer | None = None,
-        name: str = "model",
-    ):
-        self.params = params
-        self.config = config
-        self.tokenizer = tokenizer
-        self.name = name
-        self.num_traces = 0  # times that a program was traced, for tests
-        self.compile_seconds = 0.0
-        self._programs: dict[Any, Callable] = {}
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the parameters and the cache."""
-        return self.params.embed.dtype
-
-    def fns(self, params: Params) -> ModelFns:
-        """The model as decoders see it."""
-        return model_fns(params, self.config)
-
-    def run_program(self, key: tuple, build: Callable[[], Callable], args: tuple) -> Any:
-        """Calls a jitted function, compiling it once for each key and argument shapes."""
-        leaves, structure = jax.tree.flatten(args)
-        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        full_key = (key, shapes, structure)
-        if full_key not in self._programs:
-            started = time.perf_counter()
-            self.num_traces += 1
-            options = compiler_options(jax.devices()[0].device_kind)
-            self._programs[full_key] = build().lower(*args).compile(options)
-            self.compile_seconds += time.perf_counter() - started
-        return self._programs[full_key](*args)
-
-
-def model_fns(
-    params: Params, config: ModelConfig, implementation: str = "auto"
-) -> ModelFns:
-    """Binds parameters, and the attention of `attention.attend`, to the transformer."""
-    return ModelFns(
-        config=config,
-        forward=functools.partial(
-            transformer.forward, params, config, implementation=implementation
-        ),
-        logits=functools.partial(transformer.logits, params),
-        init_cache=lambda batch, slots: init_cache(
-            config, batch, slots, params.embed.dtype
-        ),
-        propose=functools.partial(head.propose_greedily, params, mask_id=config.mask_id),
-    )
+MAX_NEW_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +38,7 @@ class Stats:
     forwards: dict[str, int]  # passes the row took part in, by kind, and their total
     positions: int  # tokens of the row that these passes processed
     tokens_per_forward: float  # generated_tokens / forwards["total"]
+    cache: str  # "exact" | "none (exact)" | "approximate (...)"
     compile_seconds: float  # of the batch; 0 when the programs were compiled before
     decode_seconds: float  # of the batch, without compilation
 
@@ -120,12 +47,12 @@ class Stats:
 class Output:
     """What one prompt gave."""
 
-    tokens: list[int]  # generated ids, without prompt and stop id
+    tokens: list[int]  # generated ids, without prompt and stop id; infilled: all ids
     text: str  # "" if the model has no tokenizer
-    finish_reason: str  # "eos" | "stop" | "length"
+    finish_reason: str  # "eos" | "stop" | "length" | "filled"
     stats: Stats
-    confidence: list[float]  # of each token, when it was unmasked
-    unmask_forward: list[int]  # which of the row's denoising forwards unmasked it
+    confidence: list[float]  # of each token, when it was unmasked; 1 if it was given
+    unmask_forward: list[int]  # which of the row's denoising forwards unmasked it; -1 ..
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict with exactly these fields."""
@@ -143,95 +70,26 @@ class Plan:
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...]
     chat: bool | None
+    marker: str | None = None  # of holes, for infilling; max_new_tokens then is 0
 
     def describe(self) -> dict[str, Any]:
         """The resolved settings, for printing."""
+        length: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        if self.marker is not None:
+            length = {"infill": self.marker}
         return {
             "decoder": self.decoder.name,
-            "max_new_tokens": self.max_new_tokens,
+            **length,
             "seed": self.seed,
             **describe_settings(self.settings),
         }
-
-
-def resolve_model_path(name: str) -> Path:
-    """The directory of a model: a demo's name, or a path.
-
-    Raises:
-      ValueError: if there is no such directory.
-    """
-    name = os.fspath(name)
-    if name in DEMO_MODELS:
-        return Path(str(resources.files("dllm_jax") / "data" / name))
-    path = Path(name)
-    if not path.is_dir():
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-        hint = f"; for a hub id, run `python -m convert {name} DIR` first" if hub else ""
-        raise ValueError(
-            f"model={name!r} is neither a directory nor one of "
-            f"{', '.join(DEMO_MODELS)}{hint}."
-        )
-    return path
-
-
-def load_config(name: str) -> ModelConfig:
-    """The config of a model, without its weights; raises ValueError if it has none."""
-    path = resolve_model_path(name)
-    if (path / SIDECAR).exists():
-        return read_sidecar(path).config
-    return HFCheckpoint(path).config
-
-
-def load(
-    name: str = "demo",
-    *,
-    dtype: str = "auto",
-    family: str | None = None,
-    mask_id: int | None = None,
-) -> Model:
-    """Loads a model.
-
-    Args:
-      name: a converted directory, a Hugging Face directory (converted in memory), or
-        "demo", "demo-draft", "demo-llada".
-      dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on TPU and GPU,
-        float32 on CPU.
-      family: overrides what config.json says of the architecture (HF directories only).
-      mask_id: overrides the mask id (HF directories only).
-
-    Returns:
-      The model, on the default device.
-
-    Raises:
-      ValueError: if there is no such model, or it is damaged.
-    """
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if dtype not in DTYPES:
-        raise ValueError(f"{dtype=} must be one of auto, {', '.join(DTYPES)}.")
-    path = resolve_model_path(name)
-    if (path / SIDECAR).exists():
-        if family is not None or mask_id is not None:
-            raise ValueError(
-                f"{family=} and {mask_id=} are fixed at conversion: {name} is converted."
-            )
-        sidecar = read_sidecar(path)
-        config = sidecar.config
-        params = read_params(path, sidecar, DTYPES[dtype])
-    else:
-        checkpoint = HFCheckpoint(path, family, mask_id)
-        config = checkpoint.config
-        params = read_hf_params(checkpoint, DTYPES[dtype])
-    has_tokenizer = any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
-    tokenizer = Tokenizer(path, config.mask_id) if has_tokenizer else None
-    return Model(params, config, tokenizer, os.fspath(name))
 
 
 def plan(
     config: ModelConfig,
     decoder: str | None = None,
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     seed: int | Sequence[int] = 0,
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
@@ -243,6 +101,9 @@ def plan(
     """Checks a request against a model's config. Arguments as `generate`."""
     chosen = find_preset(preset) if preset else {}
     own = chosen.pop("decoder", None)
+    usual = chosen.pop("max_new_tokens", MAX_NEW_TOKENS)
+    if max_new_tokens is None:
+        max_new_tokens = usual
     method = find_decoder(decoder or own or default_decoder(config))
     given = {key: value for key, value in settings.items() if value is not None}
     given = {**chosen, **canonical_names(method, given)}
@@ -274,6 +135,32 @@ def plan(
     return Plan(method, resolved, max_new_tokens, seed, stops, tuple(ids), chat)
 
 
+def plan_infill(
+    config: ModelConfig,
+    decoder: str | None = None,
+    *,
+    marker: str = MARKER,
+    seed: int | Sequence[int] = 0,
+    preset: str | None = None,
+    **settings: Any,
+) -> Plan:
+    """Checks a request for infilling against a model's config. Arguments as `infill`."""
+    if config.attention != "bidirectional":
+        raise ValueError(
+            "infilling needs a model that sees what follows a hole (attention "
+            f"'bidirectional'); this one has attention={config.attention!r}: a hole would "
+            "see its own block and the text before it, but not after. It can continue a "
+            "prompt (generate)."
+        )
+    for name in ("max_new_tokens", "stop", "stop_ids", "steps", "chat"):
+        if name in settings:
+            raise ValueError(f"{name}={settings[name]!r} does not apply to infilling.")
+    if not isinstance(marker, str) or len(marker) < 2:
+        raise ValueError(f"{marker=} must be a text of at least two characters.")
+    request = plan(config, decoder, seed=seed, stop_ids=(), preset=preset, **settings)
+    return dataclasses.replace(request, max_new_tokens=0, marker=marker)
+
+
 def _steps_per_block(steps: int, max_new_tokens: int, given: dict, resolved: Any) -> int:
     """Denoising steps of one block, from the number of steps in all."""
     if "denoising_steps" in given:
@@ -294,69 +181,25 @@ def _steps_per_block(steps: int, max_new_tokens: int, given: dict, resolved: Any
     return per_block
 
 
-def encode_prompt(
-    model_config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    prompt: Prompt,
-    chat: bool | None,
-    max_new_tokens: int,
-) -> list[int]:
-    """Token ids of one prompt, checked; raises ValueError."""
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError("the model has no tokenizer: give prompts as token ids.")
-        if chat and not tokenizer.has_chat_template:
-            raise ValueError("chat=True, but the model has no chat template.")
-        if chat or (chat is None and tokenizer.has_chat_template):
-            ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        else:
-            ids = tokenizer.encode(prompt)
-    else:
-        try:
-            ids = [operator.index(i) for i in prompt if not isinstance(i, bool)]
-            whole = len(ids) == len(prompt)
-        except TypeError:
-            whole = False
-        if not whole:
-            raise ValueError(f"prompt {prompt!r} must be a text or a list of token ids.")
-    if not ids:
-        if model_config.bos_id is None:
-            raise ValueError("the prompt is empty and the model has no BOS token.")
-        ids = [model_config.bos_id]
-    bad = [i for i in ids if not 0 <= i < model_config.vocab_size]
-    if bad:
-        raise ValueError(
-            f"token id {bad[0]} is outside the vocabulary of {model_config.vocab_size}."
-        )
-    if model_config.mask_id in ids:
-        raise ValueError(
-            f"token id {model_config.mask_id} is the mask token: a prompt must not "
-            "contain it."
-        )
-    if len(ids) + max_new_tokens > model_config.max_positions:
-        raise ValueError(
-            f"a prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens} exceed "
-            f"the model's {model_config.max_positions} positions."
-        )
-    return ids
-
-
 def bucket(size: int) -> int:
     """The length that a program is compiled for: the next multiple of 64, 256 or 1024."""
     unit = 64 if size <= 1024 else 256 if size <= 8192 else 1024
     return -(-max(size, 1) // unit) * unit
 
 
-def _batch_inputs(request: Plan, rows: list[list[int]], indices: list[int]):
+def _batch_inputs(
+    request: Plan, mask_id: int, rows: list[Row], indices: list[int]
+) -> tuple[DecodeInputs, int]:
     """The arrays of a batch, filled up to a power of two with rows that do nothing."""
     batch = 1 << (len(rows) - 1).bit_length()
     lengths = np.zeros(batch, np.int32)
-    prompt = np.zeros((batch, bucket(max(map(len, rows)))), np.int32)
+    width = bucket(max(len(row.ids) for row in rows))
+    prompt = np.full((batch, width), mask_id, np.int32)
     new = np.zeros(batch, np.int32)
-    for row, ids in enumerate(rows):
-        prompt[row, : len(ids)] = ids
-        lengths[row] = len(ids)
-        new[row] = request.max_new_tokens
+    for number, row in enumerate(rows):
+        prompt[number, : len(row.ids)] = row.ids
+        lengths[number] = row.start
+        new[number] = row.end - row.start
     spare = [0] * (batch - len(rows))
     if isinstance(request.seed, int):
         seeds, streams = [request.seed] * batch, [*indices, *spare]
@@ -374,17 +217,17 @@ def _batch_inputs(request: Plan, rows: list[list[int]], indices: list[int]):
         keys,
         jnp.asarray(stop_ids),
     )
-    return inputs, bucket(max(map(len, rows)) + request.max_new_tokens)
+    return inputs, bucket(max(row.end for row in rows))
 
 
 class _Run:
     """A batch on its way through the two programs: start (prefill) and go on (loop)."""
 
-    def __init__(self, model: Model, request: Plan, rows: list[list[int]], indices):
+    def __init__(self, model: Model, request: Plan, rows: list[Row], indices):
         self._model, self._request, self._rows = model, request, rows
         self._compile_seconds = self._decode_seconds = 0.0
         self._settings = traced_settings(request.settings)
-        inputs, canvas_length = _batch_inputs(request, rows, indices)
+        inputs, canvas_length = _batch_inputs(request, model.config.mask_id, rows, indices)
         decoder = request.decoder
 
         def start(params, settings, inputs):
@@ -411,7 +254,8 @@ class _Run:
         def go_on(state, params, settings, pause):
             fns = model.fns(params)
             step = functools.partial(decoder.step, fns, settings)
-            return loop.run(step, state, pause)
+            most_steps = decoder.most_steps(settings, state.canvas.shape[1])
+            return loop.run(step, state, pause, most_steps)
 
         self.state = self._call(
             (decoder.name, "go_on"),
@@ -423,7 +267,7 @@ class _Run:
     def committed(self, row: int) -> list[int]:
         """The ids of a row that will not change, up to its first stop id."""
         canvas = np.asarray(self.state.canvas[row])
-        begin, end = len(self._rows[row]), int(self.state.end[row])
+        begin, end = self._rows[row].shown, int(self.state.end[row])
         if not self.state.done[row]:
             end = min(end, int(self.state.cursor[row]))  # the open block may still change
         ids = canvas[begin:end].tolist()
@@ -446,9 +290,13 @@ class _Run:
         model, request = self._model, self._request
         tokens = self.committed(row)
         text = model.tokenizer.decode(tokens) if model.tokenizer else ""
-        at_stop_id = len(tokens) < request.max_new_tokens
-        reason = "eos" if at_stop_id else "length"
+        begin, given = self._rows[row].shown, self._rows[row].ids
+        whole = "length" if request.marker is None else "filled"
+        at_stop_id = len(tokens) < self._rows[row].end - begin
+        reason = "eos" if at_stop_id else whole
         generated = len(tokens) + at_stop_id
+        if request.marker is not None:
+            generated = given.count(model.config.mask_id)
         cut = find_stop(text, request.stop)
         if cut is not None:
             # The fewest tokens whose text reaches the stop string.
@@ -461,42 +309,45 @@ class _Run:
         counts = jax.tree.map(lambda x: int(x[row]), vars(self.state.forwards))
         positions = counts.pop("positions")
         total = sum(counts.values())
-        begin = len(self._rows[row])
         span = slice(begin, begin + len(tokens))
+        unmask_forward = np.asarray(self.state.unmask_forward[row, span])
+        confidence = np.asarray(self.state.confidence[row, span])
+        confidence = np.where(unmask_forward == UNDECIDED, 1.0, confidence)
         return Output(
             tokens=tokens,
             text=text,
             finish_reason=reason,
             stats=Stats(
-                prompt_tokens=begin,
+                prompt_tokens=self._rows[row].end - begin - generated
+                if request.marker is not None
+                else begin,
                 generated_tokens=generated,
                 forwards={**counts, "total": total},
                 positions=positions,
                 tokens_per_forward=generated / max(total, 1),
+                cache=request.decoder.cache(request.settings),
                 compile_seconds=round(self._compile_seconds, 4),
                 decode_seconds=round(self._decode_seconds, 4),
             ),
-            confidence=np.asarray(self.state.confidence[row, span]).tolist(),
-            unmask_forward=np.asarray(self.state.unmask_forward[row, span]).tolist(),
+            confidence=confidence.tolist(),
+            unmask_forward=unmask_forward.tolist(),
         )
 
 
-def _encode_all(model: Model, request: Plan, prompts: Sequence[Prompt]):
+def _encode_all(model: Model, request: Plan, prompts: Sequence[Prompt]) -> list[Row]:
+    config, tokenizer = model.config, model.tokenizer
     rows = []
     for index, prompt in enumerate(prompts):
         try:
-            rows.append(
-                encode_prompt(
-                    model.config,
-                    model.tokenizer,
-                    prompt,
-                    request.chat,
-                    request.max_new_tokens,
-                )
-            )
+            if request.marker is not None:
+                row = encode_holes(config, tokenizer, prompt, request.marker)
+            else:
+                new = request.max_new_tokens
+                row = encode_prompt(config, tokenizer, prompt, request.chat, new)
         except ValueError as error:
             where = f"prompt {index}: " if len(prompts) > 1 else ""
             raise ValueError(f"{where}{error}") from None
+        rows.append(row)
     if request.stop and model.tokenizer is None:
         raise ValueError(f"stop={request.stop!r} needs a model with a tokenizer.")
     if not isinstance(request.seed, int) and len(request.seed) != len(rows):
@@ -532,7 +383,7 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     decoder: str | None = None,
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     seed: int | Sequence[int] = 0,
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
@@ -548,7 +399,8 @@ def generate(
       model: from `load`.
       prompts: texts or lists of token ids.
       decoder: "block", "ar", ..., by default the preset's, else what the model is for.
-      max_new_tokens: most tokens to generate for each prompt. Blocks are denoised whole,
+      max_new_tokens: most tokens to generate for each prompt; the preset's if None, else
+        128. Blocks are denoised whole,
         so it can change which slots the last block has; it never cuts the returned text
         shorter than asked.
       seed: prompt i draws from (seed, i). A list gives each prompt its own seed, and a
@@ -580,6 +432,56 @@ def generate(
         steps=steps,
         **settings,
     )
+    return _run_checked(model, request, prompts, batch_size)
+
+
+def infill(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    decoder: str | None = None,
+    *,
+    marker: str = MARKER,
+    seed: int | Sequence[int] = 0,
+    preset: str | None = None,
+    batch_size: int | None = None,
+    **settings: Any,
+) -> list[Output]:
+    """Fills the holes of texts in place; every hole sees the text on both sides.
+
+    The text from its first hole on is denoised as the canvas of a generation is, the given
+    tokens standing still; blocks count slots from the first hole. End tokens are tokens
+    like others (`logits_eos_inf=True` of decoder `masked` keeps the padding one out).
+
+    Args:
+      model: from `load`, of a bidirectional family (LLaDA, Dream).
+      prompts: texts or lists of token ids, not put into a chat template.
+      decoder: as `generate`.
+      marker: stands for one missing token in a text; "[MASK:8]" for eight, likewise for
+        other markers. In ids the mask id does.
+      seed: as `generate`.
+      preset: as `generate`.
+      batch_size: rows decoded at once; all of them if None.
+      **settings: the decoder's settings, by name or alias.
+
+    Returns:
+      One `Output` a prompt, of the whole completed text.
+
+    Raises:
+      ValueError: for a wrong setting or prompt, in one line.
+    """
+    request = plan_infill(
+        model.config, decoder, marker=marker, seed=seed, preset=preset, **settings
+    )
+    return _run_checked(model, request, prompts, batch_size)
+
+
+def _run_checked(
+    model: Model,
+    request: Plan,
+    prompts: Prompt | Sequence[Prompt],
+    batch_size: int | None,
+) -> list[Output]:
+    """`run_plan` for one prompt or several."""
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise ValueError(f"{batch_size=} must be a whole number of at least 1.")
     if not hasattr(prompts, "__len__"):
@@ -619,19 +521,3 @@ def stream(
     request = plan(model.config, decoder, **arguments)
     pieces = stream_plan(model, request, prompt)
     return (piece for piece, _ in pieces if piece)
-
-
-__all__ = (
-    "CheckpointError",
-    "Model",
-    "Output",
-    "Plan",
-    "Stats",
-    "generate",
-    "load",
-    "load_config",
-    "plan",
-    "run_plan",
-    "stream",
-    "stream_plan",
-)

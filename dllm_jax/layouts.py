@@ -47,6 +47,35 @@ def bidirectional(position: jax.Array, valid: jax.Array | None = None) -> TokenF
     return _fields(position, 0, 0, FOREVER, valid)
 
 
+def shadowed(
+    position: jax.Array,
+    shadow_position: jax.Array,
+    valid: jax.Array,
+    shadow_valid: jax.Array,
+) -> TokenFields:
+    """[canvas | shadows] of WINO: copies of some slots that look at them and are not seen.
+
+    Canvas tokens see the canvas. A shadow sees every shadow and the canvas, except for the
+    slot that it stands for: it predicts that slot from all that surrounds it.
+
+    Args:
+      position: int32 `[B, T]`.
+      shadow_position: int32 `[B, U]`, the slots that the shadows stand for.
+      valid: bool `[B, T]`.
+      shadow_valid: bool `[B, U]`.
+    """
+    moments = jnp.concatenate(
+        [jnp.zeros_like(position), jnp.ones_like(shadow_position)], axis=1
+    )
+    return _fields(
+        jnp.concatenate([position, shadow_position], axis=1),
+        moments,
+        moments,
+        FOREVER,
+        jnp.concatenate([valid, shadow_valid], axis=1),
+    )
+
+
 def training_pairs(
     clean_position: jax.Array,
     noisy_position: jax.Array,

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from replay import decode_inputs
 from safetensors.numpy import load_file
 from tiny import quick_compilation
 
@@ -24,11 +25,11 @@ from dllm_jax.cache import append, init_cache
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding import fast_dllm_v2 as decoder
-from dllm_jax.decoding.base import DecodeInputs
-from dllm_jax.generate import Model, load, model_fns
+from dllm_jax.model import Model, load, model_fns
 from dllm_jax.sampling import propose
 from dllm_jax.settings import resolve_settings, traced_settings
 
+MASK_ID = 253  # no config says it
 PROMPT, CANVAS = 96, 160  # one shape for all cases, so that few programs are compiled
 
 
@@ -69,7 +70,7 @@ def directory(golden_dir):
 
 @pytest.fixture(scope="module")
 def model(directory) -> Model:
-    return load(str(directory), dtype="float32", mask_id=253)
+    return load(str(directory), dtype="float32", mask_id=MASK_ID)
 
 
 @pytest.fixture(scope="module")
@@ -162,19 +163,6 @@ def _step(params, config, settings, state):
     return want, state, propose(logit, config.mask_id)
 
 
-def _inputs(prompts, max_new_tokens, stop_ids):
-    rows = np.zeros((len(prompts), PROMPT), np.int32)
-    for row, prompt in zip(rows, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return DecodeInputs(
-        prompt=jnp.asarray(rows),
-        prompt_length=jnp.array([len(p) for p in prompts], jnp.int32),
-        max_new_tokens=jnp.full(len(prompts), max_new_tokens, jnp.int32),
-        rng_key=jax.random.split(jax.random.key(0), len(prompts)),
-        stop_ids=jnp.array([*stop_ids, -1], jnp.int32),
-    )
-
-
 def _decode(model, given, prompts, max_new_tokens, stop_ids=()):
     """Every state of the decoder; of each step also what was wanted and proposed."""
     settings = resolve_settings(DECODERS["fast_dllm_v2"], model.config, given)
@@ -192,7 +180,7 @@ def _decode(model, given, prompts, max_new_tokens, stop_ids=()):
         model.params,
         model.config,
         settings.replace(**plain),
-        _inputs(prompts, max_new_tokens, stop_ids),
+        decode_inputs(prompts, max_new_tokens, MASK_ID, PROMPT, stop_ids),
     )
     return loop.run_in_python(step, start), steps
 

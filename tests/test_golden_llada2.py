@@ -8,7 +8,6 @@ published runs, and how the cases are read here:
   need not unmask anything; ours unmask one slot at least. No case gets that far.
 - 2.0 ends after the block that holds an eos; 2.1 without `eos_early_stop` decodes on and
   cuts the answer at the eos. Traces of 2.1 are therefore decoded without stop ids.
-- `max_post_steps` is at most `block_length - 1` here; no case uses more.
 """
 
 import functools
@@ -19,19 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from replay import decode_inputs
 from safetensors.numpy import load_file
 from tiny import quick_compilation
 
 from dllm_jax import generate, layouts, transformer
 from dllm_jax.cache import append, init_cache
 from dllm_jax.decoding import DECODERS, loop
-from dllm_jax.decoding.base import DecodeInputs
-from dllm_jax.generate import Model, load, model_fns
 from dllm_jax.layers import swiglu
+from dllm_jax.model import Model, load, model_fns
 from dllm_jax.moe import mixture, route
 from dllm_jax.sampling import propose
 from dllm_jax.settings import resolve_settings, traced_settings
 
+MASK_ID = 253  # no config says it
 PROMPT, CANVAS = 64, 128  # one shape for all cases, so that few programs are compiled
 
 
@@ -71,7 +71,7 @@ def directory(golden_dir):
 
 @pytest.fixture(scope="module")
 def model(directory) -> Model:
-    return load(str(directory), dtype="float32", mask_id=253)
+    return load(str(directory), dtype="float32", mask_id=MASK_ID)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def _arguments(case):
     return "edit", {
         **given,
         "editing_threshold": params["editing_threshold"],
-        "max_post_steps": min(params["max_post_steps"], length - 1),
+        "max_post_steps": params["max_post_steps"],
         "num_to_transfer": params["num_to_transfer"],
     }
 
@@ -165,26 +165,14 @@ def _step(params, config, name, settings, state):
     return state, propose(asked_for[-1], config.mask_id)
 
 
-def _inputs(prompts, max_new_tokens, stop_id):
-    rows = np.zeros((len(prompts), PROMPT), np.int32)
-    for row, prompt in zip(rows, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return DecodeInputs(
-        prompt=jnp.asarray(rows),
-        prompt_length=jnp.array([len(p) for p in prompts], jnp.int32),
-        max_new_tokens=jnp.full(len(prompts), max_new_tokens, jnp.int32),
-        rng_key=jax.random.split(jax.random.key(0), len(prompts)),
-        stop_ids=jnp.array([stop_id], jnp.int32),
-    )
-
-
 def _decode(model, case, fold=True):
     """Every state of the decoder and, from the second on, the proposals it had."""
     name, given = _arguments(case)
     settings = resolve_settings(DECODERS[name], model.config, {**given, "fold": fold})
     settings = traced_settings(settings)
     stop_id = case["eos_id"] if case["version"] == "2.0" else -1
-    inputs = _inputs([case["prompt_ids"]], case["params"]["gen_length"], stop_id)
+    gen_length = case["params"]["gen_length"]
+    inputs = decode_inputs([case["prompt_ids"]], gen_length, MASK_ID, PROMPT, (stop_id,))
     proposals = []
 
     def step(state):
@@ -293,7 +281,7 @@ def test_a_row_of_a_batch_equals_the_prompt_alone(model, directory):
     settings = traced_settings(settings)
 
     def decode(prompts):
-        inputs = _inputs(prompts, new, -1)
+        inputs = decode_inputs(prompts, new, MASK_ID, PROMPT)
         state = _start(model.params, model.config, "edit", settings, inputs)
         step = functools.partial(_step, model.params, model.config, "edit", settings)
         return loop.run_in_python(lambda state: step(state)[0], state)[-1]
@@ -316,7 +304,7 @@ def test_a_row_of_a_batch_equals_the_prompt_alone(model, directory):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"max_post_steps": 32}, "max_post_steps=32 must be less than block_length=32"),
+        ({"max_post_steps": -1}, "max_post_steps=-1 must be a number of at least 0"),
         ({"num_to_transfer": 0}, "num_to_transfer=0"),
         ({"editing_threshold": -0.5}, "editing_threshold=-0.5"),
         ({"editing_threshold": float("nan")}, "editing_threshold=nan"),

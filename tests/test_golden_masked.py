@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from replay import decode_inputs
 from safetensors.numpy import load_file
 from tiny import quick_compilation
 
 from dllm_jax import generate, layouts, transformer
 from dllm_jax.decoding import DECODERS, loop, masked
-from dllm_jax.decoding.base import DecodeInputs
-from dllm_jax.generate import Model, load, model_fns
+from dllm_jax.model import Model, load, model_fns
 from dllm_jax.settings import resolve_settings, traced_settings
 
 _FAMILIES = ("llada", "dream")
@@ -159,18 +159,8 @@ def _decode(model, case, prompts, **more):
     config = _config(model, case)
     settings = resolve_settings(decoder, config, {**_settings(case), **more})
     settings = traced_settings(settings)
-    spare = _BATCH - len(prompts)
-    tokens = np.zeros((_BATCH, _CANVAS), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    inputs = DecodeInputs(
-        prompt=jnp.asarray(tokens),
-        prompt_length=jnp.array([*map(len, prompts)] + [0] * spare, jnp.int32),
-        max_new_tokens=jnp.array(
-            [_new_tokens(case)] * len(prompts) + [0] * spare, jnp.int32
-        ),
-        rng_key=jax.random.split(jax.random.key(0), _BATCH),
-        stop_ids=jnp.array([-1], jnp.int32),
+    inputs = decode_inputs(
+        prompts, _new_tokens(case), config.mask_id, _CANVAS, batch=_BATCH
     )
     state = decoder.init(model_fns(model.params, config), settings, inputs, _CANVAS)
     scores = []

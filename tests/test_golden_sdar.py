@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from replay import decode_inputs
 from safetensors.numpy import load_file
 
 from dllm_jax import generate, layouts, transformer
 from dllm_jax.cache import append, init_cache
 from dllm_jax.decoding import DECODERS, loop
-from dllm_jax.decoding.base import DecodeInputs
-from dllm_jax.generate import Model, load, model_fns
+from dllm_jax.model import Model, load, model_fns
 from dllm_jax.moe import mixture, route
 from dllm_jax.sampling import propose
 from dllm_jax.settings import resolve_settings, traced_settings
@@ -171,16 +171,12 @@ def test_decode_trace(model, decode_case):
     used = -(-(len(prompt) + request["max_new_tokens"]) // length) * length
     canvas_length = 128  # one for all cases, so that few programs are compiled
     assert used <= canvas_length
-    padded = np.zeros((1, 64), np.int32)
-    padded[0, : len(prompt)] = prompt
-    stop_ids = np.full(8, -1, np.int32)
-    stop_ids[: len(request["stop_ids"])] = request["stop_ids"]
-    inputs = DecodeInputs(
-        prompt=jnp.asarray(padded),
-        prompt_length=jnp.array([len(prompt)], jnp.int32),
-        max_new_tokens=jnp.array([request["max_new_tokens"]], jnp.int32),
-        rng_key=jax.random.split(jax.random.key(0), 1),
-        stop_ids=jnp.asarray(stop_ids),
+    inputs = decode_inputs(
+        [prompt],
+        request["max_new_tokens"],
+        model.config.mask_id,
+        64,
+        tuple(request["stop_ids"]),
     )
     state = _init(model.params, model.config, settings, inputs, canvas_length)
     step = functools.partial(_step, model.params, model.config, settings)

@@ -32,6 +32,10 @@ def _blocks(draw, values):
     return masked, score, count
 
 
+_best_and = jax.jit(unmasking.best_and)
+_best_of_runs = jax.jit(unmasking.best_of_runs)
+_confident_together = jax.jit(unmasking.confident_together, static_argnums=3)
+
 # Multiples of a power of two: their sums are exact in float32, as ties must be.
 _PROBABILITIES = [i / 16 for i in range(17)]
 _ENTROPIES = [0.0, -0.0, 0.125, 0.25, 0.5, 0.75, 1.5, 3.0]
@@ -194,6 +198,49 @@ def test_entropy_bounded_script(block, bound):
 
 
 # --- what holds for every rule ----------------------------------------------------------
+
+
+@_quick
+@given(_blocks(_PROBABILITIES), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+def test_best_and(block, threshold):
+    score, masked = block[1], block[0]
+    expected = [
+        {*np.flatnonzero(row & (s >= threshold)), *_best(s, row, 1)}
+        for row, s in zip(masked, score, strict=True)
+    ]
+    found = _best_and(score >= threshold, score, masked)
+    np.testing.assert_array_equal(found, _pick(masked.shape, map(sorted, expected)))
+
+
+@_quick
+@given(_blocks(_PROBABILITIES))
+def test_best_of_runs(block):
+    masked, score, _ = block
+    expected = []
+    for row, s in zip(masked, score, strict=True):
+        edges = np.flatnonzero(np.diff([False, *row, False]))
+        runs = edges.reshape(-1, 2)
+        expected.append([first + int(s[first:last].argmax()) for first, last in runs])
+    found = _best_of_runs(score, masked)
+    np.testing.assert_array_equal(found, _pick(masked.shape, expected))
+
+
+@_quick
+@given(_blocks(_PROBABILITIES), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.booleans())
+def test_confident_together(block, factor, spare_last):
+    masked, score, _ = block
+    expected = []
+    for row, s in zip(masked, score, strict=True):
+        ranked = _best(s, row, row.size)
+        count = min(1, len(ranked))
+        while count < len(ranked) and (
+            s[ranked[count]] >= 1 - factor / (count + 2)
+            or (spare_last and count == len(ranked) - 1)
+        ):
+            count += 1
+        expected.append(ranked[:count])
+    found = _confident_together(score, masked, np.float32(factor), spare_last)
+    np.testing.assert_array_equal(found, _pick(masked.shape, expected))
 
 
 def _dynamic(confidence, masked, count):

@@ -11,7 +11,7 @@ import numpy as np
 from dllm_jax.cache import init_cache
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding.base import ModelFns
-from dllm_jax.generate import Model
+from dllm_jax.model import Model
 from dllm_jax.params import leaf_paths, params_from_leaves
 from dllm_jax.transformer import ForwardOutput
 from kernels_pallas import TokenFields, unpack_key_fields, visible

@@ -1,6 +1,28 @@
 """Decoding methods, one file each; importing this package registers them all."""
 
-from dllm_jax.decoding import ar, block, edit, fast_dllm_v2, masked
+from dllm_jax.decoding import (
+    ar,
+    block,
+    credit,
+    edit,
+    fast_dllm,
+    fast_dllm_v2,
+    klass,
+    masked,
+    wino,
+)
 from dllm_jax.decoding.base import DECODERS, Decoder
 
-__all__ = ("DECODERS", "Decoder", "ar", "block", "edit", "fast_dllm_v2", "masked")
+__all__ = (
+    "DECODERS",
+    "Decoder",
+    "ar",
+    "block",
+    "credit",
+    "edit",
+    "fast_dllm",
+    "fast_dllm_v2",
+    "klass",
+    "masked",
+    "wino",
+)

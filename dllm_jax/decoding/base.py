@@ -66,9 +66,13 @@ class Forwards:
 
 
 class DecodeInputs(NamedTuple):
-    """A batch of prompts, each row left-aligned: nothing pads a row on its left."""
+    """A batch of prompts, each row left-aligned: nothing pads a row on its left.
 
-    prompt: jax.Array  # [B, P] int32
+    A prompt is followed by masks up to P. For infilling, given tokens stand between them:
+    what counts as the prompt then ends at the first mask.
+    """
+
+    prompt: jax.Array  # [B, P] int32, the mask id behind each row's prompt
     prompt_length: jax.Array  # [B] int32
     max_new_tokens: jax.Array  # [B] int32, 0 for a row that only fills up the batch
     rng_key: jax.Array  # [B] keys
@@ -79,9 +83,9 @@ class DecodeInputs(NamedTuple):
 class DecodeState:
     """A batch between two steps of the loop. Rows never look at each other.
 
-    C is the canvas: prompt, generated slots, and slack of one block. A slot of the
-    generated region is masked exactly where it holds the mask id: prompts are checked
-    not to contain it, and no rule ever writes it.
+    C is the canvas: prompt, generated slots, and slack of one block. A slot behind the
+    prompt is masked exactly where it holds the mask id: prompts are checked not to contain
+    it, and no rule ever proposes it.
     """
 
     canvas: Any  # [B, C] int32
@@ -98,6 +102,7 @@ class DecodeState:
     forwards: Forwards
     confidence: Any  # [B, C] float32, of each token when it was unmasked
     unmask_forward: Any  # [B, C] int32, number of the forward that unmasked it, from 0
+    memory: Any = None  # what else a decoder remembers from step to step, [B, ..] leaves
 
 
 def setting(
@@ -159,6 +164,12 @@ def resolve_sampling(settings: Any) -> Any:
     return settings.replace(sample=sample, filtered=filtered)
 
 
+def two_a_slot(settings: Any, slots: int) -> int:
+    """Most steps of a decoder each of whose steps unmasks a slot or stores a block."""
+    del settings
+    return 2 * slots
+
+
 class Decoder(NamedTuple):
     """A decoding method: pure functions over a batch's state."""
 
@@ -172,6 +183,10 @@ class Decoder(NamedTuple):
     init: Callable[[ModelFns, Any, DecodeInputs, int], DecodeState]
     # (fns, settings, state) -> state after one more forward
     step: Callable[[ModelFns, Any, DecodeState], DecodeState]
+    # settings -> how the cache changes the result: "exact", or "approximate (...)"
+    cache: Callable[[Any], str] = lambda settings: "exact"
+    # (settings, slots of the canvas) -> steps after which every row must be done
+    most_steps: Callable[[Any, int], int | jax.Array] = two_a_slot
 
 
 DECODERS: dict[str, Decoder] = {}

@@ -23,10 +23,8 @@ def lay_out(fns: ModelFns, inputs: DecodeInputs, slots: int) -> DecodeState:
       slots: static, length of the canvas with its slack.
     """
     batch, prompt_slots = inputs.prompt.shape
-    position = jnp.arange(slots, dtype=jnp.int32)
-    prompt = jnp.pad(inputs.prompt, ((0, 0), (0, slots - prompt_slots)))
-    in_prompt = position < inputs.prompt_length[:, None]
-    canvas = jnp.where(in_prompt, prompt, fns.config.mask_id)
+    behind = ((0, 0), (0, slots - prompt_slots))
+    canvas = jnp.pad(inputs.prompt, behind, constant_values=fns.config.mask_id)
     return DecodeState(
         canvas=canvas,
         prompt_length=inputs.prompt_length,
@@ -120,3 +118,21 @@ def unmask(
         unmask_forward=write(state.unmask_forward, start, forward),
     )
     return state, tokens
+
+
+def mask_again(
+    fns: ModelFns,
+    state: DecodeState,
+    start: jax.Array,
+    index: jax.Array,
+    revoked: jax.Array,
+) -> DecodeState:
+    """Takes tokens back: their slots are masked and undecided. Arguments as `unmask`."""
+
+    def put(values, new):
+        return write(values, start, jnp.where(revoked, new, read(values, index)))
+
+    return state.replace(
+        canvas=put(state.canvas, jnp.int32(fns.config.mask_id)),
+        unmask_forward=put(state.unmask_forward, jnp.int32(UNDECIDED)),
+    )

@@ -29,8 +29,6 @@ from dllm_jax.decoding.base import (
     setting,
 )
 
-_POST_STEPS = 16  # as published
-
 
 @struct.dataclass
 class EditSettings(SamplingSettings):
@@ -55,12 +53,8 @@ class EditSettings(SamplingSettings):
         traced=True,
         aliases=("edit_threshold",),
     )
-    max_post_steps: int | None = setting(
-        None,
-        "most steps that may edit a block after its last mask; 16 if not given, and less "
-        "than block_length",
-        traced=True,
-        kind=int,
+    max_post_steps: int = setting(
+        16, "most steps that may edit a block after its last mask", traced=True
     )
     num_to_transfer: int = setting(
         1, "slots to unmask where fewer pass the threshold", traced=True
@@ -77,10 +71,7 @@ def resolve(settings: EditSettings, config: ModelConfig) -> EditSettings:
     """Fills in what was not given and checks everything; raises ValueError."""
     as_block = block.BlockSettings(block_length=settings.block_length)
     length = block.resolve(as_block, config).block_length
-    post_steps = settings.max_post_steps
-    if post_steps is None:
-        post_steps = min(_POST_STEPS, length - 1)
-    settings = settings.replace(block_length=length, max_post_steps=post_steps)
+    settings = settings.replace(block_length=length)
     check_at_least(
         settings,
         threshold=0.0,
@@ -88,11 +79,6 @@ def resolve(settings: EditSettings, config: ModelConfig) -> EditSettings:
         max_post_steps=0,
         num_to_transfer=1,
     )
-    # The decoding loop allows two forwards for each slot.
-    if post_steps >= length:
-        raise ValueError(
-            f"max_post_steps={post_steps} must be less than block_length={length}."
-        )
     return resolve_sampling(settings)
 
 
@@ -142,6 +128,12 @@ def step(fns: ModelFns, settings: EditSettings, state: DecodeState) -> DecodeSta
     return block.advance(fns, settings, state, _denoise)
 
 
+def most_steps(settings: EditSettings, slots: int) -> jax.Array:
+    """Each block unmasks a slot a step, is edited so many times, and stored."""
+    blocks = -(-slots // settings.block_length)
+    return slots + blocks * (settings.max_post_steps + 1)
+
+
 register(
     Decoder(
         name="edit",
@@ -150,5 +142,6 @@ register(
         resolve=resolve,
         init=block.init,
         step=step,
+        most_steps=most_steps,
     )
 )

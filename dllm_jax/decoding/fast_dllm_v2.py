@@ -298,6 +298,11 @@ def step(fns: ModelFns, settings: FastDLLMv2Settings, state: DecodeState) -> Dec
     )
 
 
+def cache_label(settings: FastDLLMv2Settings) -> str:
+    """What its caches do to the result."""
+    return "approximate (block cache)" if settings.use_block_cache else "exact"
+
+
 register(
     Decoder(
         name="fast_dllm_v2",
@@ -306,5 +311,6 @@ register(
         resolve=resolve,
         init=init,
         step=step,
+        cache=cache_label,
     )
 )

@@ -10,23 +10,21 @@ from dllm_jax.decoding.base import DecodeState
 StepFn = Callable[[DecodeState], DecodeState]
 
 
-def run(step: StepFn, state: DecodeState, pause: jax.Array) -> DecodeState:
+def run(
+    step: StepFn, state: DecodeState, pause: jax.Array, most_steps: int | jax.Array
+) -> DecodeState:
     """Steps until every row is done, on the device.
-
-    Every step of a decoder unmasks a slot or stores a block in each row that is not
-    done, so twice the canvas bounds the number of steps; the loop counts them too, so
-    that it ends whatever a decoder does.
 
     Args:
       step: one forward of the batch.
       state: where to begin.
       pause: bool scalar; True returns as soon as a row has finished a block (streaming).
+      most_steps: int32 scalar, `Decoder.most_steps`: the loop ends whatever a decoder does.
 
     Returns:
       The final state, or the state at the pause.
     """
     start, was_done = state.cursor, state.done
-    most_steps = 2 * state.canvas.shape[1]
 
     def going(carry):
         count, state = carry
@@ -40,10 +38,15 @@ def run(step: StepFn, state: DecodeState, pause: jax.Array) -> DecodeState:
     return jax.lax.while_loop(going, body, (jnp.int32(0), state))[1]
 
 
-def run_in_python(step: StepFn, state: DecodeState) -> list[DecodeState]:
-    """The same loop in Python, with every state: for debuggers and tests."""
+def run_in_python(
+    step: StepFn, state: DecodeState, most_steps: int | None = None
+) -> list[DecodeState]:
+    """The same loop in Python, with every state: for debuggers and tests.
+
+    `most_steps` is twice the canvas if None, enough for any decoder's defaults.
+    """
     states = [state]
-    most_steps = 2 * state.canvas.shape[1]
+    most_steps = most_steps or 2 * state.canvas.shape[1]
     while not bool(jnp.all(states[-1].done)) and len(states) <= most_steps:
         states.append(step(states[-1]))
     return states

@@ -22,14 +22,13 @@ Dream's probabilities are those of the distribution that is drawn from, after te
 top-p and top-k; LLaDA's are those of the logits themselves.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from dllm_jax import layouts, sampling, unmasking
+from dllm_jax import sampling, unmasking
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import canvas
 from dllm_jax.decoding.base import (
@@ -43,6 +42,22 @@ from dllm_jax.decoding.base import (
     register,
     resolve_sampling,
     setting,
+)
+from dllm_jax.decoding.bidirectional import (
+    Window,
+    check_bidirectional,
+    close,
+    draw_each,
+    even_quota,
+    fold_in,
+    num_steps,
+    open_window,
+    predict,
+    probability,
+    propose_each,
+    propose_from_hidden,
+    run_canvas,
+    window_width,
 )
 
 _RANKED = ("maskgit_plus", "topk_margin", "entropy")
@@ -111,11 +126,7 @@ class MaskedSettings(SamplingSettings):
 
 def resolve(settings: MaskedSettings, config: ModelConfig) -> MaskedSettings:
     """Fills in what was not given and checks everything; raises ValueError."""
-    if config.attention != "bidirectional":
-        raise ValueError(
-            "this decoder needs bidirectional attention; the model has "
-            f"attention={config.attention!r}."
-        )
+    check_bidirectional(config)
     check_choices(settings)
     check_at_least(
         settings,
@@ -166,28 +177,9 @@ def _with_schedule(settings: MaskedSettings) -> MaskedSettings:
     if not 0.0 <= settings.eps < 1.0:
         raise ValueError(f"eps={settings.eps} must be in [0, 1).")
     steps = settings.denoising_steps or settings.block_length or _SCHEDULED_STEPS
-    reveal = tuple(reveal_schedule(steps, settings.eps).tolist())
+    reveal = tuple(unmasking.reveal_schedule(steps, settings.eps).tolist())
     padding = -steps % _STEP_BUCKET
     return settings.replace(denoising_steps=steps, reveal=reveal + (1.0,) * padding)
-
-
-def reveal_schedule(steps: int, eps: float) -> np.ndarray:
-    """Share of the masks that each step reveals: float32 `[steps]`, the last one 1.
-
-    Time runs evenly from 1 to `eps`; a step from t to s reveals 1 - s / t of what is
-    left. Every operation is rounded to float32, as published: the shares are made to be
-    truncated, so one rounding more or less is one token more or less (specs, Dream 4.6).
-    Computed on the host, because accelerators divide less exactly.
-    """
-    one, end = np.float32(1.0), np.float32(eps)
-    stride = (end - one) / np.float32(steps)
-    index = np.arange(steps + 1)
-    up = one + stride * index.astype(np.float32)
-    down = end - stride * (steps - index).astype(np.float32)
-    time = np.where(index < (steps + 1) // 2, up, down)
-    reveal = one - time[1:] / time[:-1]
-    reveal[-1] = one
-    return reveal
 
 
 def init(
@@ -205,52 +197,46 @@ def init(
     return canvas.lay_out(fns, inputs, canvas_length)
 
 
-class _Window(NamedTuple):
-    """The slots that logits are computed for: the open block, and what fills it up."""
+def propose(
+    fns: ModelFns,
+    settings: MaskedSettings,
+    state: DecodeState,
+    window: Window,
+    token_keys: jax.Array,
+    choice_keys: jax.Array,
+) -> tuple[sampling.Proposal, jax.Array]:
+    """Proposals for the window, from a forward, and how early each is to be unmasked.
 
-    index: jax.Array  # [B, W] int32
-    inside: jax.Array  # [B, W] bool, slots of the row's open block
-    masked: jax.Array  # [B, W] bool, those that a step may unmask
-    block_end: jax.Array  # [B] int32
+    Args:
+      fns: the model.
+      settings: resolved.
+      state: before the step.
+      window: the open block.
+      token_keys: keys `[B, W]`, consumed: a slot draws the same on every canvas.
+      choice_keys: keys `[B, W]`, consumed.
 
-
-def _open(settings: MaskedSettings, fns: ModelFns, state: DecodeState) -> _Window:
-    """The window of each row. Near the canvas's end it begins before the open block."""
-    slots = state.canvas.shape[1]
-    width = min(settings.block_length or slots, slots)
-    start = jnp.minimum(state.cursor, slots - width)
-    index = start[:, None] + jnp.arange(width, dtype=jnp.int32)
-    block_end = state.end
-    if settings.block_length:
-        block_end = jnp.minimum(state.cursor + settings.block_length, state.end)
-    inside = (index >= state.cursor[:, None]) & (index < block_end[:, None])
-    masked = inside & (canvas.read(state.canvas, index) == fns.config.mask_id)
-    return _Window(index, inside, masked & ~state.done[:, None], block_end)
-
-
-def _logits(
-    fns: ModelFns, settings: MaskedSettings, state: DecodeState, index: jax.Array
-) -> jax.Array:
-    """Logits that predict the slots `index` int32 `[B, W]`: float32 `[B, W, V]`."""
-    batch, slots = state.canvas.shape
-    position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots))
-    fields = layouts.bidirectional(position, valid=position < state.end[:, None])
-    # Shifted: slot p is predicted at p - 1, and slot 0, which nothing precedes, at 0.
-    shifted = fns.config.logit_alignment == "shifted"
-    source = jnp.maximum(index - 1, 0) if shifted else index
-    tokens = state.canvas
+    Returns:
+      The proposals, their confidence being the probability as the strategy counts it,
+      and the score, float32 `[B, W]`; of no meaning for `origin`.
+    """
+    tokens, end, index = state.canvas, state.end, window.index
     if settings.guided:
+        position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         in_prompt = position < state.prompt_length[:, None]
         without_prompt = jnp.where(in_prompt, fns.config.mask_id, tokens)
         tokens = jnp.concatenate([tokens, without_prompt])
-        twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), (fields, source))
-        fields, source = twice
-    hidden = fns.forward(tokens, fields, None).hidden
-    logits = fns.logits(jnp.take_along_axis(hidden, source[..., None], axis=1))
+        end, index = (jnp.concatenate([x, x]) for x in (end, index))
+    hidden = predict(fns.config, run_canvas(fns, tokens, end), index)
+    changed = settings.guided | settings.logits_eos_inf | settings.confidence_eos_eot_inf
+    if settings.remasking_strategy == "low_confidence" and not changed:
+        # Whatever the window: greedily, no logits are held for it.
+        proposal = propose_from_hidden(fns, settings, hidden, token_keys)
+        return proposal, proposal.confidence
+    logits = fns.logits(hidden)
     if settings.guided:
         logits, unconditional = jnp.split(logits, 2)
         logits = unconditional + (settings.cfg_scale + 1.0) * (logits - unconditional)
-    return logits
+    return _propose_from_logits(settings, fns.config, logits, token_keys, choice_keys)
 
 
 def _is_any(tokens: jax.Array, ids: tuple[int, ...]) -> jax.Array:
@@ -263,26 +249,14 @@ def _remove(logits: jax.Array, ids: tuple[int, ...]) -> jax.Array:
     return jnp.where(_is_any(tokens, ids), -jnp.inf, logits)
 
 
-def propose(
+def _propose_from_logits(
     settings: MaskedSettings,
     config: ModelConfig,
     logits: jax.Array,
     token_keys: jax.Array,
     choice_keys: jax.Array,
 ) -> tuple[sampling.Proposal, jax.Array]:
-    """Proposals, and how early each slot deserves to be unmasked.
-
-    Args:
-      settings: resolved.
-      config: for its special ids.
-      logits: float32 `[B, W, V]`.
-      token_keys: keys `[B, W]`, consumed: a slot draws the same on every canvas.
-      choice_keys: keys `[B, W]`, consumed.
-
-    Returns:
-      The proposals, their confidence being the probability as the strategy counts it,
-      and the score, float32 `[B, W]`; of no meaning for `origin`.
-    """
+    """`propose` for float32 logits `[B, W, V]`."""
     strategy = settings.remasking_strategy
     if settings.logits_eos_inf:
         logits = _remove(logits, (_filler_id(config),))
@@ -296,13 +270,14 @@ def propose(
         off = sampling.SamplingKnobs(jnp.float32(1.0), jnp.int32(0), jnp.float32(1.0))
         drawn_from = sampling.filter_logits(drawn_from, off.top_k, settings.top_p)
         drawn_from = sampling.filter_logits(drawn_from, settings.top_k, off.top_p)
-    proposal = _draw(settings, config, drawn_from, token_keys)
+    as_is = sampling.SamplingKnobs(jnp.float32(1.0), jnp.int32(0), jnp.float32(1.0))
+    proposal = propose_each(settings, config, drawn_from, token_keys, as_is)
     counted = drawn_from if strategy in _SCHEDULED else logits
     proposal = proposal._replace(
         confidence=_confidence(settings, config, counted, proposal.token)
     )
     if strategy == "random":
-        return proposal, _each(jax.random.uniform, choice_keys)
+        return proposal, draw_each(jax.random.uniform, choice_keys)
     score = proposal.confidence
     if strategy == "topk_margin":
         score = _margin(_remove(counted, (config.mask_id,)), counted)
@@ -310,7 +285,7 @@ def propose(
         score = -proposal.entropy
     if settings.tempered:
         # The best of noisy scores are draws without replacement from their softmax.
-        score = score / settings.alg_temp + _each(jax.random.gumbel, choice_keys)
+        score = score / settings.alg_temp + draw_each(jax.random.gumbel, choice_keys)
     return proposal, score
 
 
@@ -319,24 +294,12 @@ def _filler_id(config: ModelConfig) -> int:
     return config.pad_id if config.pad_id in config.eos_ids else config.eos_ids[0]
 
 
-def _draw(settings, config, logits, keys) -> sampling.Proposal:
-    """Tokens from ready-made logits `[B, W, V]`, each slot with its own key."""
-    if not settings.sample:
-        return sampling.propose(logits, config.mask_id)
-    as_is = sampling.SamplingKnobs(jnp.float32(1.0), jnp.int32(0), jnp.float32(1.0))
-    each = sampling.propose(
-        logits.reshape(-1, 1, logits.shape[-1]), config.mask_id, keys.reshape(-1), as_is
-    )
-    return sampling.Proposal(*(x.reshape(keys.shape) for x in each))
-
-
 def _confidence(settings, config, logits, token) -> jax.Array:
     """Probability of `token` `[B, W]` under `logits` `[B, W, V]`, float32."""
     if settings.confidence_eos_eot_inf:
         # The others share what end tokens had, at every temperature (published: at 0).
         logits = _remove(logits, config.eos_ids)
-    chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    confidence = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1))
+    confidence = probability(logits, token)
     if settings.confidence_eos_eot_inf:
         # Not only by the above: nothing else may be left of a filtered distribution.
         confidence = jnp.where(_is_any(token, config.eos_ids), 0.0, confidence)
@@ -356,21 +319,8 @@ def _margin(allowed, logits) -> jax.Array:
     return jnp.max(share, axis=-1) - jnp.max(rest, axis=-1)
 
 
-def _fold(keys: jax.Array, numbers: jax.Array) -> jax.Array:
-    """One key a row `[B]` for numbers `[B]`, or one a slot `[B, W]` for `[B, W]`."""
-    fold = jax.random.fold_in
-    if numbers.ndim == 2:
-        fold = jax.vmap(fold, in_axes=(None, 0))
-    return jax.vmap(fold)(keys, numbers)
-
-
-def _each(draw, keys: jax.Array) -> jax.Array:
-    """A float32 for each key `[B, W]`, whatever the width of the canvas."""
-    return jax.vmap(jax.vmap(lambda key: draw(key, (), jnp.float32)))(keys)
-
-
 def _quota(
-    settings: MaskedSettings, state: DecodeState, window: _Window, fate: jax.Array
+    settings: MaskedSettings, state: DecodeState, window: Window, fate: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The step that each row takes, and how many slots it unmasks: int32 `[B]` each.
 
@@ -382,100 +332,51 @@ def _quota(
         share of survivors is at most that. The same law as a draw in each step.
     """
     if settings.remasking_strategy not in _SCHEDULED:
-        size = window.block_end - state.cursor
-        steps = _num_steps(settings, size)
-        # More steps than slots: the last steps would have 0, but find nothing masked.
-        return state.step, unmasking.linear_quota(state.step, size, steps)
+        return state.step, even_quota(settings.denoising_steps, state.step, window)
     if settings.remasking_strategy == "origin":
         survivors = jnp.cumprod(1.0 - settings.reveal)
         due = window.masked[..., None] & (fate[..., None] >= survivors)
         counts = jnp.sum(due, axis=1, dtype=jnp.int32)
     else:
-        remaining = jnp.sum(window.masked, axis=-1, keepdims=True, dtype=jnp.int32)
-        counts = jnp.floor(remaining.astype(jnp.float32) * settings.reveal)
-        counts = counts.astype(jnp.int32)  # [B, S]
-    step = state.step
-    ahead = jnp.arange(counts.shape[-1]) >= step[:, None]
-    useful = jnp.argmax(ahead & (counts > 0), axis=-1).astype(jnp.int32)
-    step = jnp.where(_skips(settings, state), useful, step)
-    return step, jnp.take_along_axis(counts, step[:, None], axis=-1)[:, 0]
-
-
-def _num_steps(settings: MaskedSettings, size: jax.Array) -> jax.Array:
-    """Steps of a block of `size` int32 `[B]` slots."""
-    steps = settings.denoising_steps
-    return jnp.where(steps > 0, steps, jnp.maximum(size, 1))
-
-
-def _skips(settings: MaskedSettings, state: DecodeState) -> jax.Array:
-    """Whether each row leaves out forwards that unmask nothing: bool `[B]`.
-
-    Without `early_stop` they are run as published, until there are as many as the canvas
-    has slots: the loop runs twice that many, and must have unmasked everything then.
-    """
-    slots = state.canvas.shape[1]
-    return (state.forwards.denoise >= slots) | settings.early_stop
+        remaining = jnp.sum(window.masked, axis=-1, dtype=jnp.int32)
+        counts = unmasking.scheduled_counts(remaining, settings.reveal)
+    return unmasking.next_useful(state.step, counts, settings.early_stop)
 
 
 def step(fns: ModelFns, settings: MaskedSettings, state: DecodeState) -> DecodeState:
     """One forward of the batch: each row unmasks slots of its open block."""
     active = ~state.done
-    window = _open(settings, fns, state)
-    block_keys = _fold(state.rng_key, state.cursor)
-    fate_keys = _fold(_fold(block_keys, jnp.zeros_like(state.step)), window.index)
-    fate = _each(jax.random.uniform, fate_keys)
+    window = open_window(fns, settings.block_length, state)
+    block_keys = fold_in(state.rng_key, state.cursor)
+    fate_keys = fold_in(fold_in(block_keys, jnp.zeros_like(state.step)), window.index)
+    fate = draw_each(jax.random.uniform, fate_keys)
     number, count = _quota(settings, state, window, fate)
     # By block and step, not by forward: forwards that are left out change no draw.
-    step_keys = _fold(block_keys, number + 1)
-    token_keys = _fold(step_keys, 2 * window.index)
-    choice_keys = _fold(step_keys, 2 * window.index + 1)
-    logits = _logits(fns, settings, state, window.index)
-    proposal, score = propose(settings, fns.config, logits, token_keys, choice_keys)
+    step_keys = fold_in(block_keys, number + 1)
+    token_keys = fold_in(step_keys, 2 * window.index)
+    choice_keys = fold_in(step_keys, 2 * window.index + 1)
+    proposal, score = propose(fns, settings, state, window, token_keys, choice_keys)
     score = fate if settings.remasking_strategy == "origin" else score
     chosen = unmasking.top_count(score, window.masked, count)
     start = window.index[:, 0]
-    state, tokens = canvas.unmask(state, start, window.index, proposal, chosen)
-    over, enough = _settled(settings, fns, state, window, tokens, number + 1)
-    moving = active & over & ~enough
-    positions = state.end * (2 if settings.guided else 1)
-    return state.replace(
-        cursor=jnp.where(moving, window.block_end, state.cursor),
-        step=jnp.where(moving, 0, jnp.where(active, number + 1, state.step)),
-        done=state.done | enough,
-        forwards=state.forwards.add(jnp.where(active, positions, 0), denoise=active),
+    state, _ = canvas.unmask(state, start, window.index, proposal, chosen)
+    positions = jnp.where(active, state.end * (2 if settings.guided else 1), 0)
+    state = state.replace(forwards=state.forwards.add(positions))
+    ready = number + 1 >= num_steps(settings.denoising_steps, window)
+    return close(
+        fns,
+        state,
+        window,
+        number + 1,
+        early_stop=settings.early_stop,
+        ready=ready | settings.early_stop,
     )
 
 
-def _settled(
-    settings: MaskedSettings,
-    fns: ModelFns,
-    state: DecodeState,
-    window: _Window,
-    tokens: jax.Array,
-    steps_done: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Whether the open block is over, and whether the row has all it returns.
-
-    Args:
-      settings: resolved.
-      fns: the model.
-      state: with the step's tokens, but not yet its forward.
-      window: as before the step.
-      tokens: int32 `[B, W]`, after the step.
-      steps_done: int32 `[B]`, steps of the block.
-    """
-    masked = window.inside & (tokens == fns.config.mask_id)
-    over = ~jnp.any(masked, axis=-1)
-    if not settings.early_stop:
-        steps = _num_steps(settings, window.block_end - state.cursor)
-        over &= (steps_done >= steps) | _skips(settings, state)
-        return over, over & (window.block_end >= state.end)
-    is_stop = jnp.any(tokens[..., None] == state.stop_ids, axis=-1) & window.inside
-    beyond = jnp.iinfo(jnp.int32).max
-    first_stop = jnp.min(jnp.where(is_stop, window.index, beyond), axis=-1)
-    first_mask = jnp.min(jnp.where(masked, window.index, beyond), axis=-1)
-    last_needed = jnp.minimum(first_stop, state.end - 1)
-    return over, jnp.minimum(first_mask, window.block_end) > last_needed
+def most_steps(settings: MaskedSettings, slots: int) -> jax.Array:
+    """Each block's steps, useful or not, and one for each slot that they leave masked."""
+    blocks = -(-slots // window_width(settings.block_length, slots))
+    return blocks * settings.denoising_steps + slots
 
 
 register(
@@ -486,5 +387,7 @@ register(
         resolve=resolve,
         init=init,
         step=step,
+        cache=lambda settings: "none (exact)",
+        most_steps=most_steps,
     )
 )

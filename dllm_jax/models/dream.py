@@ -15,6 +15,9 @@ _QWEN = {
 }
 _PROJECTION = "model.layers.{layer}.self_attn.%s_proj.bias"
 
+_FAST = {"decoder": "fast_dllm", "block_length": 32}
+_KLASS = {"decoder": "klass", "block_length": 0, "max_new_tokens": 256}
+
 FAMILY = dataclasses.replace(
     sdar.FAMILY,
     name="dream",
@@ -48,6 +51,18 @@ FAMILY = dataclasses.replace(
     block_length_key="block_length",
     eos_token_ids=(151645,),
     presets={
-        "dream-entropy": {"decoder": "masked", "remasking_strategy": "entropy"},
+        "dream-entropy": {
+            "decoder": "masked",
+            "remasking_strategy": "entropy",
+            "denoising_steps": 256,
+            "max_new_tokens": 256,
+        },
+        "dream-threshold": {**_FAST, "cache": "none", "threshold": 0.9},
+        "dream-prefix-cache": {**_FAST, "cache": "prefix", "threshold": 0.9},
+        "dream-dual-cache": {**_FAST, "cache": "dual", "threshold": 0.9},
+        "dparallel-dream": {**_FAST, "cache": "none", "entropy_threshold": 0.45},
+        "klass-dream-gsm8k": {**_KLASS, "threshold": 0.9, "kl_threshold": 0.001},
+        "klass-dream-math": {**_KLASS, "threshold": 0.9, "kl_threshold": 0.005},
+        "klass-dream-humaneval": {**_KLASS, "threshold": 0.8, "kl_threshold": 0.001},
     },
 )

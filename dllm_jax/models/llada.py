@@ -6,6 +6,10 @@ Facts: published configuration and model code (specs, LLaDA section 1). The leaf
 
 from dllm_jax.config import Family
 
+_FAST = {"decoder": "fast_dllm", "block_length": 32}
+_KLASS = {"decoder": "klass", "block_length": 64, "max_new_tokens": 256}
+_WINO = {"decoder": "wino", "block_length": 128, "max_new_tokens": 256}
+
 FAMILY = Family(
     name="llada",
     architectures=("LLaDAModelLM",),
@@ -74,5 +78,18 @@ FAMILY = Family(
             "remasking_strategy": "low_confidence",
             "confidence_eos_eot_inf": True,
         },
+        "llada-threshold": {**_FAST, "cache": "none", "threshold": 0.9},
+        "llada-prefix-cache": {**_FAST, "cache": "prefix", "threshold": 0.9},
+        "llada-dual-cache": {**_FAST, "cache": "dual", "threshold": 0.9},
+        "llada-factor": {**_FAST, "cache": "none", "factor": 1.0},
+        "dparallel-llada": {**_FAST, "cache": "none", "entropy_threshold": 0.5},
+        "klass-llada-gsm8k": {**_KLASS, "threshold": 0.6, "kl_threshold": 0.015},
+        "klass-llada-math": {**_KLASS, "threshold": 0.6, "kl_threshold": 0.010},
+        "klass-llada-humaneval": {**_KLASS, "threshold": 0.9, "kl_threshold": 0.010},
+        "klass-llada-mbpp": {**_KLASS, "threshold": 0.7, "kl_threshold": 0.010},
+        "wino-llada-gsm8k": {**_WINO, "threshold": 0.6},
+        "wino-llada-math": {**_WINO, "threshold": 0.7},
+        "wino-llada-mbpp": {**_WINO, "threshold": 0.8},
+        "credit-llada": {"decoder": "credit", "block_length": 32},
     },
 )

@@ -114,5 +114,11 @@ FAMILY = Family(
             "threshold": 0.5,
             "editing_threshold": 0.0,
         },
+        "llada2.1-dllm": {
+            "decoder": "edit",
+            "block_length": 32,
+            "threshold": 0.95,
+            "editing_threshold": 0.9,
+        },
     },
 )

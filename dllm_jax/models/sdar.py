@@ -6,6 +6,8 @@ hub carry neither block size nor mask id; the block size is in the name's suffix
 
 from dllm_jax.config import Family
 
+_DYNAMIC = {"decoder": "block", "remasking_strategy": "low_confidence_dynamic"}
+
 FAMILY = Family(
     name="sdar",
     architectures=("SDARForCausalLM",),
@@ -59,11 +61,11 @@ FAMILY = Family(
         "sdar-static": {
             "decoder": "block",
             "remasking_strategy": "low_confidence_static",
+            "block_length": 4,
+            "denoising_steps": 4,
         },
-        "sdar-dynamic": {
-            "decoder": "block",
-            "remasking_strategy": "low_confidence_dynamic",
-            "threshold": 0.9,
-        },
+        "sdar-dynamic": {**_DYNAMIC, "block_length": 4, "threshold": 0.9},
+        "sdar-dynamic-0.95": {**_DYNAMIC, "block_length": 4, "threshold": 0.95},
+        "sdar-b32": {**_DYNAMIC, "block_length": 32, "threshold": 0.9},
     },
 )

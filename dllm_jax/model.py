@@ -1,0 +1,163 @@
+"""A loaded model: parameters, config, tokenizer, and the programs compiled for it."""
+
+import functools
+import os
+import re
+import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dllm_jax import head, transformer
+from dllm_jax.cache import init_cache
+from dllm_jax.checkpoint import (
+    DTYPES,
+    SIDECAR,
+    read_hf_params,
+    read_params,
+    read_sidecar,
+)
+from dllm_jax.compiler import compiler_options
+from dllm_jax.config import ModelConfig
+from dllm_jax.decoding.base import ModelFns
+from dllm_jax.hf import HFCheckpoint
+from dllm_jax.params import Params
+from dllm_jax.tokenizer import Tokenizer
+
+DEMO_MODELS = ("demo", "demo-draft", "demo-llada")
+
+
+class Model:
+    """A loaded model: parameters, config, tokenizer, and its compiled programs."""
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None = None,
+        name: str = "model",
+    ):
+        self.params = params
+        self.config = config
+        self.tokenizer = tokenizer
+        self.name = name
+        self.num_traces = 0  # times that a program was traced, for tests
+        self.compile_seconds = 0.0
+        self._programs: dict[Any, Callable] = {}
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the parameters and the cache."""
+        return self.params.embed.dtype
+
+    def fns(self, params: Params) -> ModelFns:
+        """The model as decoders see it."""
+        return model_fns(params, self.config)
+
+    def run_program(self, key: tuple, build: Callable[[], Callable], args: tuple) -> Any:
+        """Calls a jitted function, compiling it once for each key and argument shapes."""
+        leaves, structure = jax.tree.flatten(args)
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        full_key = (key, shapes, structure)
+        if full_key not in self._programs:
+            started = time.perf_counter()
+            self.num_traces += 1
+            options = compiler_options(jax.devices()[0].device_kind)
+            self._programs[full_key] = build().lower(*args).compile(options)
+            self.compile_seconds += time.perf_counter() - started
+        return self._programs[full_key](*args)
+
+
+def model_fns(
+    params: Params, config: ModelConfig, implementation: str = "auto"
+) -> ModelFns:
+    """Binds parameters, and the attention of `attention.attend`, to the transformer."""
+    return ModelFns(
+        config=config,
+        forward=functools.partial(
+            transformer.forward, params, config, implementation=implementation
+        ),
+        logits=functools.partial(transformer.logits, params),
+        init_cache=lambda batch, slots: init_cache(
+            config, batch, slots, params.embed.dtype
+        ),
+        propose=functools.partial(head.propose_greedily, params, mask_id=config.mask_id),
+    )
+
+
+def resolve_model_path(name: str) -> Path:
+    """The directory of a model: a demo's name, or a path.
+
+    Raises:
+      ValueError: if there is no such directory.
+    """
+    name = os.fspath(name)
+    if name in DEMO_MODELS:
+        return Path(str(resources.files("dllm_jax") / "data" / name))
+    path = Path(name)
+    if not path.is_dir():
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+        hint = f"; for a hub id, run `python -m convert {name} DIR` first" if hub else ""
+        raise ValueError(
+            f"model={name!r} is neither a directory nor one of "
+            f"{', '.join(DEMO_MODELS)}{hint}."
+        )
+    return path
+
+
+def load_config(name: str) -> ModelConfig:
+    """The config of a model, without its weights; raises ValueError if it has none."""
+    path = resolve_model_path(name)
+    if (path / SIDECAR).exists():
+        return read_sidecar(path).config
+    return HFCheckpoint(path).config
+
+
+def load(
+    name: str = "demo",
+    *,
+    dtype: str = "auto",
+    family: str | None = None,
+    mask_id: int | None = None,
+) -> Model:
+    """Loads a model.
+
+    Args:
+      name: a converted directory, a Hugging Face directory (converted in memory), or
+        "demo", "demo-draft", "demo-llada".
+      dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on TPU and GPU,
+        float32 on CPU.
+      family: overrides what config.json says of the architecture (HF directories only).
+      mask_id: overrides the mask id (HF directories only).
+
+    Returns:
+      The model, on the default device.
+
+    Raises:
+      ValueError: if there is no such model, or it is damaged.
+    """
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype=} must be one of auto, {', '.join(DTYPES)}.")
+    path = resolve_model_path(name)
+    if (path / SIDECAR).exists():
+        if family is not None or mask_id is not None:
+            raise ValueError(
+                f"{family=} and {mask_id=} are fixed at conversion: {name} is converted."
+            )
+        sidecar = read_sidecar(path)
+        config = sidecar.config
+        params = read_params(path, sidecar, DTYPES[dtype])
+    else:
+        checkpoint = HFCheckpoint(path, family, mask_id)
+        config = checkpoint.config
+        params = read_hf_params(checkpoint, DTYPES[dtype])
+    has_tokenizer = any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
+    tokenizer = Tokenizer(path, config.mask_id) if has_tokenizer else None
+    return Model(params, config, tokenizer, os.fspath(name))
