@@ -33,6 +33,9 @@ def _pallas(q, k, v, packed: PackedFields, cached: CachedKV | None, layer) -> ja
     platform, device_kind = _target()
     if platform != "tpu":
         raise NotImplementedError(f"the Pallas kernel does not run on {platform}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and mesh.manual_axes != mesh.axis_names:
+        raise NotImplementedError("XLA cannot divide a kernel: use it inside shard_map")
     sizes = BlockSizes.for_device(device_kind)
     return paired_attention(q, k, v, packed, cached, layer, block_sizes=sizes)
 

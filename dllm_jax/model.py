@@ -22,6 +22,7 @@ from dllm_jax.checkpoint import (
     read_params,
     read_sidecar,
 )
+from dllm_jax.compiler import compiler_options
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding.base import ModelFns
 from dllm_jax.hf import HFCheckpoint
@@ -66,7 +67,8 @@ class Model:
         if full_key not in self._programs:
             started = time.perf_counter()
             self.num_traces += 1
-            self._programs[full_key] = build().lower(*args).compile()
+            options = compiler_options(jax.devices()[0].device_kind)
+            self._programs[full_key] = build().lower(*args).compile(options)
             self.compile_seconds += time.perf_counter() - started
         return self._programs[full_key](*args)
 

@@ -52,22 +52,34 @@ def forward(
 
     packed = pack_fields(fields, config.num_heads // config.num_kv_heads)
 
-    def heads(x, weight, bias, norm):  # [B, T, D] -> [B, T, heads, H]
+    def project(x, weight, bias):  # [B, T, D] -> [B, T, heads, H]
         # Fused with what follows, XLA for TPU would want the weight transposed: a copy of
         # all of them before the loop, and a slow slice of it in every layer.
         x = jax.lax.optimization_barrier(x @ weight)
         x = x if bias is None else x + bias
-        x = x.reshape(batch, num_tokens, -1, config.head_dim)
-        return x if norm is None else rms_norm(x, norm, config.norm_eps)
+        return x.reshape(batch, num_tokens, -1, config.head_dim)
 
-    def layer_step(carry, layer: LayerParams):
+    def qk_norms(stack: LayerParams):  # [L, N + K, H], the weights of all heads
+        if stack.q_norm is None:
+            return None
+        queries = jnp.repeat(stack.q_norm[:, None], config.num_heads, axis=1)
+        keys = jnp.repeat(stack.k_norm[:, None], config.num_kv_heads, axis=1)
+        return jnp.concatenate([queries, keys], axis=1)
+
+    def layer_step(carry, xs: tuple[LayerParams, jax.Array | None]):
         x, index = carry
+        layer, norms = xs
         with jax.named_scope("attention"):
             y = rms_norm(x, layer.attn_norm, config.norm_eps)
-            q = apply_rope(heads(y, layer.q, layer.q_bias, layer.q_norm), cos, sin)
-            k = apply_rope(heads(y, layer.k, layer.k_bias, layer.k_norm), cos, sin)
+            # Queries and keys go through norm and RoPE together: half as many operations.
+            q = project(y, layer.q, layer.q_bias)
+            k = project(y, layer.k, layer.k_bias)
+            both = jnp.concatenate([q, k], axis=2)
+            if norms is not None:
+                both = rms_norm(both, norms, config.norm_eps)
+            q, k = jnp.split(apply_rope(both, cos, sin), [config.num_heads], axis=2)
             k = k.swapaxes(1, 2)
-            v = heads(y, layer.v, layer.v_bias, None).swapaxes(1, 2)
+            v = project(y, layer.v, layer.v_bias).swapaxes(1, 2)
             out = attend(q, k, v, packed, cache, index, implementation)
             x = x + out.reshape(batch, num_tokens, -1) @ layer.o
         with jax.named_scope("mlp"):
@@ -82,7 +94,7 @@ def forward(
         x = params.embed[tokens]
     fresh, carry = [], (x, jnp.int32(0))
     for stack in params.stacks:
-        carry, keys_values = jax.lax.scan(layer_step, carry, stack)
+        carry, keys_values = jax.lax.scan(layer_step, carry, (stack, qk_norms(stack)))
         fresh.append(keys_values)
     x, _ = carry
     k, v = fresh[0]

@@ -252,23 +252,28 @@ def _make_plan(q, k, cached: CachedKV | None, sizes: BlockSizes) -> _Plan:
         if stored != (jnp.int8 if quantised else q.dtype):
             raise NotImplementedError(f"a cache of {stored}, {quantised=}, for {q.dtype}")
         slots = cached.k.shape[3]
-    # A block of scales has the heads next to the lanes: whole tiles of 8, or all of them.
-    heads = _divisor(
-        kv_heads,
-        max(sizes.heads, 8) if quantised else sizes.heads,
-        lambda n: not quantised or n == kv_heads or n % 8 == 0,
-    )
-    if not heads:
-        raise NotImplementedError(f"an int8 cache of {kv_heads} key heads")
-    rows = num_heads // kv_heads * num_tokens
+    all_rows = num_heads // kv_heads * num_tokens
+    rows = min(sizes.rows, all_rows)
     slot_block = min(sizes.slots, slots)
     tokens = min(sizes.tokens, num_tokens)
+    # Two buffers each of keys, values, queries and output, then float32 running sums.
+    numbers = 4 * head_dim * (slot_block + tokens + rows)
+    head_bytes = numbers * q.dtype.itemsize + 4 * rows * (2 * _LANES + head_dim)
+
+    def fits(heads: int) -> bool:
+        # A block of scales has heads down the sublanes: tiles of 8, or all there are.
+        whole = not quantised or heads == kv_heads or heads % 8 == 0
+        return whole and (heads == 1 or heads * head_bytes <= sizes.vmem_limit_bytes * 0.6)
+
+    heads = _divisor(kv_heads, max(sizes.heads, 8) if quantised else sizes.heads, fits)
+    if not heads:
+        raise NotImplementedError(f"an int8 cache of {kv_heads} key heads")
     return _Plan(
-        rows=min(sizes.rows, rows),
+        rows=rows,
         slots=slot_block,
         tokens=tokens,
         heads=heads,
-        row_tiles=pl.cdiv(rows, min(sizes.rows, rows)),
+        row_tiles=pl.cdiv(all_rows, rows),
         head_groups=kv_heads // heads,
         cached_blocks=pl.cdiv(slots, slot_block) if slots else 0,
         fresh_blocks=pl.cdiv(num_tokens, tokens),

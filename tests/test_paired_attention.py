@@ -445,3 +445,15 @@ def test_auto_takes_the_kernel_on_a_tpu(monkeypatch):
     found = _attend(*narrow, fields, None)
     np.testing.assert_allclose(found, _xla(*narrow, fields, None), rtol=1e-6, atol=1e-6)
     assert taken == [q.shape]
+
+
+def test_auto_leaves_a_sharded_program_to_xla(monkeypatch):
+    """Over several devices the kernel runs inside shard_map only."""
+    monkeypatch.setattr(attention, "_target", lambda: ("tpu", "TPU v5 lite"))
+    inputs = _inputs(_Case("block_causal"))
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(NotImplementedError, match="shard_map"),
+    ):
+        _attend(*inputs, "pallas")
