@@ -691,6 +691,12 @@ def most_steps(settings: SimSDSettings, slots: int) -> jax.Array:
     return slots * (width + 2)
 
 
+def cache_label(settings: SimSDSettings) -> str:
+    """The caches are exact; paired verification is not."""
+    exact = settings.verification == "exact"
+    return "exact" if exact else "approximate (paired verification)"
+
+
 def report(memory: Draft, row: int) -> dict[str, Any]:
     """A row's acceptance: drafted tokens judged and accepted, by their place in the draft.
 
@@ -718,6 +724,7 @@ register(
         init=init,
         step=step,
         most_steps=most_steps,
+        cache=cache_label,
         drafts=True,
         report=report,
     )
