@@ -104,3 +104,57 @@ def propose(
     share = jnp.exp(log_probability)
     entropy = -jnp.sum(jnp.where(share > 0.0, share * log_probability, 0.0), axis=-1)
     return Proposal(token, jnp.exp(chosen - log_normaliser), entropy)
+
+
+def distribution(
+    logits: jax.Array,
+    knobs: SamplingKnobs,
+    tempered: bool = False,
+    filtered: bool = False,
+) -> jax.Array:
+    """The probabilities that drafts are judged with: float32 `[..., V]`.
+
+    Args:
+      logits: float32 `[..., V]`.
+      knobs: temperature, top-k and top-p.
+      tempered: static; whether to divide by the temperature, which then is above 0.
+      filtered: static; whether top-k or top-p is on.
+    """
+    chex.assert_type(logits, jnp.float32)
+    if tempered:
+        logits = divide_by_temperature(logits, knobs.temperature)
+    if filtered:
+        logits = filter_logits(logits, knobs.top_k, knobs.top_p)
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def residual(verifier: jax.Array, drafter: jax.Array) -> jax.Array:
+    """What to draw a rejected token from: max(q - p, 0), or q where nothing is left.
+
+    Not normalised. A token drawn from p, kept with probability min(1, q / p) and else
+    replaced by a draw from here is distributed as q (speculative sampling).
+
+    Args:
+      verifier: q, float32 `[..., V]`.
+      drafter: p, float32 `[..., V]`.
+    """
+    left = jnp.maximum(verifier - drafter, 0.0)
+    mass = jnp.sum(left, axis=-1, keepdims=True)
+    return jnp.where((mass > 0.0) & jnp.isfinite(mass), left, verifier)
+
+
+def draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """One token by inverse distribution function: the first whose share of it exceeds u.
+
+    Args:
+      weights: float32 `[..., V]`, not negative and not all 0; need not sum to 1.
+      uniform: float32 `[...]` in [0, 1).
+
+    Returns:
+      int32 `[...]`.
+    """
+    up_to = jnp.cumsum(weights, axis=-1)
+    total = up_to[..., -1:]
+    # Rounding must not push the draw past the last token that has weight.
+    target = jnp.minimum(uniform[..., None] * total, jnp.nextafter(total, 0.0 * total))
+    return jnp.argmax(up_to > target, axis=-1).astype(jnp.int32)

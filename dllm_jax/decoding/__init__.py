@@ -1,6 +1,6 @@
 """Decoding methods, one file each; importing this package registers them all."""
 
-from dllm_jax.decoding import ar, block, edit, fast_dllm, fast_dllm_v2, masked
+from dllm_jax.decoding import ar, block, edit, fast_dllm, fast_dllm_v2, masked, s2d2
 from dllm_jax.decoding.base import DECODERS, Decoder
 
 __all__ = (
@@ -12,4 +12,5 @@ __all__ = (
     "fast_dllm",
     "fast_dllm_v2",
     "masked",
+    "s2d2",
 )

@@ -93,7 +93,7 @@ def unmask(
     Returns:
       The state, and the window's tokens `[B, T]`.
     """
-    number = state.forwards.denoise[:, None]
+    number = state.forwards.unmasking[:, None]
     tokens = jnp.where(chosen, proposal.token, read(state.canvas, index))
     confidence = jnp.where(chosen, proposal.confidence, read(state.confidence, index))
     forward = jnp.where(chosen, number, read(state.unmask_forward, index))
