@@ -2,7 +2,9 @@
 
 Every forward is replayed with the recorded uniform numbers: its kind, what it was fed,
 what it proposed and how the draft was routed and judged, and its logits where they were
-recorded. What differs from the published runs, and how the cases are read here:
+recorded. Cases that differ in their routing alone run in one program, which decides by
+the policies of all of them and takes the case's own. What differs from the published
+runs, and how the cases are read here:
 
 - Fallback `entropy_bounded` is broken as published (specs, S2D2 1.10): with a quota of one
   token a step it takes the leftmost mask, which is strategy `sequential`.
@@ -11,6 +13,8 @@ recorded. What differs from the published runs, and how the cases are read here:
 - Fast-dLLM v2 generates whole blocks and the token behind them; it forgets a prompt of
   exactly one block, which is the same as decoding after an empty prompt.
 - Draws called argmax ("constant" noise) become a uniform number that hits that token.
+- The published residual may draw the mask, ours never does. A uniform number is moved to
+  where it hits the same token once the mask's share is taken out.
 """
 
 import functools
@@ -24,11 +28,13 @@ from replay import decode_inputs
 from safetensors.numpy import load_file
 from tiny import quick_compilation
 
-from dllm_jax import generate, transformer
+from dllm_jax import transformer
 from dllm_jax.decoding import DECODERS, routing, s2d2
 from dllm_jax.decoding.acceptance import Noise
 from dllm_jax.model import Model, load, model_fns
+from dllm_jax.sampling import SamplingKnobs, distribution
 from dllm_jax.settings import resolve_settings, traced_settings
+from kernels_pallas import NEVER
 
 MASK_ID = 126
 PROMPT, CANVAS = 64, 128  # one shape for all cases, so that few programs are compiled
@@ -53,7 +59,22 @@ _ELSEWHERE = {
     "use_attention_mask",
     "eb_threshold",
 }
-_OF_SCORES = {"do_verify_score_type", "token_acceptance_estimator", "score_penalty_coef"}
+
+# Settings that shape a program, by which policies read them.
+_OF_SCORES = ("do_verify_score_type", "token_acceptance_estimator")
+_OF_BANDIT = (
+    "ucb_span_length_bins",
+    "ucb_block_progress_bins",
+    "ucb_entropy_bins",
+    "ucb_entropy_source",
+)
+# A router with room for the buckets of all cases.
+_ROOMY = {
+    "do_verify_policy": "contextual_bandit_ucb",
+    "ucb_span_length_bins": 3,
+    "ucb_block_progress_bins": 3,
+    "ucb_entropy_bins": 3,
+}
 
 
 def _cases(root):
@@ -68,7 +89,7 @@ def _cases(root):
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         cases = _cases(metafunc.config.getoption("--golden-dir"))
-        cases.sort(key=lambda case: str(_given(case)))
+        cases.sort(key=lambda case: case["family"])
         metafunc.parametrize("case", cases, ids=[c["name"] for c in cases])
 
 
@@ -94,19 +115,12 @@ def directory(golden_dir, case):
 
 
 def _given(case):
-    """The settings, without those that the case's policy does not read."""
+    """The settings by our names."""
     given = {
         _RENAMED.get(name, name): value
         for name, value in case["settings"].items()
         if value is not None and name not in _ELSEWHERE
     }
-    policy = given["do_verify_policy"]
-    unread = set()
-    if policy in ("mask_span_length", "contextual_bandit_ucb"):
-        unread |= _OF_SCORES
-    if policy != "contextual_bandit_ucb":
-        unread |= {name for name in given if name.startswith("ucb_")}
-    given = {name: value for name, value in given.items() if name not in unread}
     if given.get("remasking_strategy") == "entropy_bounded":
         given["remasking_strategy"] = "sequential"
     leaks = case["family"] == "sdar" and given["draft_ver"] and not given["cache_ver"]
@@ -134,13 +148,63 @@ def _request(case):
     return prompt, new, [settings["stop_token"]]
 
 
+def _routing_of(case):
+    """What the case's policy reads of the settings that shape a program."""
+    given = _given(case)
+    bandit = given["do_verify_policy"] == "contextual_bandit_ucb"
+    by_score = given["do_verify_policy"].startswith("score")
+    read = {"do_verify_policy": True, **dict.fromkeys(_OF_SCORES, by_score)}
+    read |= dict.fromkeys(_OF_BANDIT, bandit)
+    return tuple((name, given[name]) for name, is_read in read.items() if is_read)
+
+
+@functools.cache
+def _programs(root):
+    """Of each case by name: its settings, and the routings of all cases of its program."""
+    resolved, routings = {}, {}
+    for case in _cases(root):
+        model = _load(root / "s2d2" / FAMILIES[case["family"]])
+        settings = resolve_settings(DECODERS["s2d2"], model.config, _given(case))
+        unread = dict.fromkeys(("do_verify_policy", *_OF_SCORES, *_OF_BANDIT))
+        settings = traced_settings(settings.replace(**unread))
+        program = case["family"], jax.tree.structure(settings)
+        found = routings.setdefault(program, [])
+        if _routing_of(case) not in found:
+            found.append(_routing_of(case))
+        resolved[case["name"]] = settings, program
+    return {
+        name: (settings, tuple(routings[program]))
+        for name, (settings, program) in resolved.items()
+    }
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def _start(params, config, settings, inputs):
     return s2d2.init(model_fns(params, config), settings, inputs, CANVAS)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _step(params, config, settings, state, noise):
+class _Routing:
+    """Module `routing` under several settings at once, of which `chosen` counts."""
+
+    def __init__(self, routings, chosen):
+        self._routings, self._chosen = routings, chosen
+
+    def __getattr__(self, name):
+        return getattr(routing, name)
+
+    def _among(self, function, settings, *args):
+        results = [function(settings.replace(**dict(r)), *args) for r in self._routings]
+        return jax.tree.map(lambda *x: jnp.stack(x)[self._chosen], *results)
+
+    def decide(self, settings, *args):
+        return self._among(routing.decide, settings, *args)
+
+    def learn(self, settings, *args):
+        return self._among(routing.learn, settings, *args)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "routings"))
+def _step(params, config, settings, routings, chosen, state, noise):
     """The state after a step, and the logits that it asked for."""
     asked_for = []
 
@@ -149,17 +213,14 @@ def _step(params, config, settings, state, noise):
         return asked_for[-1]
 
     fns = model_fns(params, config)
-    state = s2d2.step(fns._replace(logits=logits), settings, state, lambda *_: noise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s2d2, "routing", _Routing(routings, chosen))
+        state = s2d2.step(fns._replace(logits=logits), settings, state, lambda *_: noise)
     return state, asked_for[0]
 
 
 def _close(got, want):
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
-
-
-def _softmax(logits):
-    weights = np.exp(np.float64(logits) - np.max(logits))
-    return weights / weights.sum()
 
 
 def _additive_attention(length):
@@ -169,6 +230,8 @@ def _additive_attention(length):
         assert cache is None
         query, key = fields.position[:, :, None], fields.position[:, None]
         bias = (query // length >= key // length).astype(jnp.float32)
+        padding = fields.visible_from[:, None] == NEVER
+        bias = jnp.where(padding, -jnp.inf, bias)
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[1], axis=1) for x in (k, v))
         scores = jnp.einsum("btnh,bnsh->bnts", q, k) / q.shape[-1] ** 0.5
         weights = jax.nn.softmax(scores + bias[:, None], axis=-1)
@@ -186,7 +249,7 @@ def _forwards_of(case):
             yield "V", entry
 
 
-def _noise(case, kind, entry, span, residual):
+def _noise(kind, entry, span, residual):
     """The recorded numbers of a forward, or those that hit what was recorded."""
     slots = len(span)
     draft, accept = np.zeros((2, 1, slots), np.float32)
@@ -197,22 +260,43 @@ def _noise(case, kind, entry, span, residual):
         accept[0, span] = entry["verify"]["u"]
         redrawn = entry["verify"].get("resample")
         if redrawn:
-            again = redrawn["u"]
-            if case["rng"]["mode"] == "constant":
-                weights = residual(entry["verify"]["first_reject"])
-                assert weights.argmax() == redrawn["token"]
-                up_to = np.cumsum(weights) / weights.sum()
-                again = up_to[redrawn["token"]] - weights.max() / weights.sum() / 2
+            again = _uniform(redrawn, residual(entry["verify"]["first_reject"]))
     as_row = functools.partial(jnp.full, (1,), dtype=jnp.float32)
     return Noise(jnp.asarray(draft), jnp.asarray(accept), as_row(again), as_row(0.5))
 
 
-def test_trace(directory, case, monkeypatch):
+def _residual(settings, logits, span, number):
+    """What the `number`-th token of the span is drawn from if it is rejected."""
+    knobs = SamplingKnobs(settings.temperature, settings.top_k, settings.top_p)
+    slot = np.flatnonzero(span)[number]
+    filters = settings.filtered, settings.filter_draft
+    q, p = (
+        np.float64(distribution(x[0, slot], knobs, settings.tempered, filtered))
+        for x, filtered in zip(logits, filters, strict=True)
+    )
+    return np.maximum(q - p, 0)
+
+
+def _uniform(redrawn, weights):
+    """The number that draws the recorded token where the mask cannot be drawn."""
+    token, up_to = redrawn["token"], np.cumsum(weights)
+    if redrawn.get("u") is not None:
+        target = redrawn["u"] * up_to[-1]
+        assert np.argmax(up_to > target) == token
+    else:
+        assert weights.argmax() == token
+        target = up_to[token] - weights[token] / 2
+    if token > MASK_ID:
+        target -= weights[MASK_ID]
+    return target / (up_to[-1] - weights[MASK_ID])
+
+
+def test_trace(golden_dir, directory, case, monkeypatch):
     """Every forward: kind, input, logits, draft, routing, verdict."""
     model, arrays = _load(directory), _arrays(directory)
     prompt, new, stop_ids = _request(case)
-    decoder = DECODERS["s2d2"]
-    settings = traced_settings(resolve_settings(decoder, model.config, _given(case)))
+    settings, routings = _programs(golden_dir)[case["name"]]
+    chosen = jnp.int32(routings.index(_routing_of(case)))
     length, small = settings.block_length, settings.small_block_size
     shifted = case["family"] == "fast_dllm_v2"
     inputs = decode_inputs([prompt], new, MASK_ID, PROMPT, (*stop_ids, -1)[:2])
@@ -220,7 +304,10 @@ def test_trace(directory, case, monkeypatch):
     if case["name"] == "l_two_prefill_blocks_additive_mask_b8":
         monkeypatch.setattr(transformer, "attend", _additive_attention(length))
         start = _start.__wrapped__
-    state = start(model.params, model.config, settings, inputs)
+    plain = {"block_length": length, "small_block_size": small}
+    plain |= {"cache_ver": bool(settings.cache_ver), **_ROOMY}
+    first = resolve_settings(DECODERS["s2d2"], model.config, plain)
+    state = start(model.params, model.config, traced_settings(first), inputs)
     monkeypatch.undo()
 
     seen, draft_logits = {}, None
@@ -244,17 +331,15 @@ def test_trace(directory, case, monkeypatch):
         offset = int(masked.argmax()) // small * small
         here = slice(offset, offset + small)
         span = np.asarray(routing.first_run(jnp.asarray(masked[None, here])))[0]
-        call = functools.partial(_step, model.params, model.config, settings, before)
+        call = functools.partial(
+            _step, model.params, model.config, settings, routings, chosen, before
+        )
         residual = None
-        if kind == "V" and case["rng"]["mode"] == "constant":
-            _, logits = call(_noise(case, "D", {}, span, None))
-
-            def residual(number, logits=logits, span=span):
-                slot = np.flatnonzero(span)[number]
-                q, p = _softmax(logits[0, slot]), _softmax(draft_logits[slot])
-                return np.maximum(q - p, 0)
-
-        state, logits = call(_noise(case, kind, entry, span, residual))
+        if kind == "V" and "resample" in entry["verify"]:
+            _, logits = call(_noise("", {}, span, None))
+            judged = logits[:, :small], draft_logits
+            residual = functools.partial(_residual, settings, judged, span)
+        state, logits = call(_noise(kind, entry, span, residual))
         logits = np.asarray(logits[0, :small])
         counted = {
             name: int(getattr(state.forwards, name)[0] - getattr(before.forwards, name)[0])
@@ -280,7 +365,7 @@ def test_trace(directory, case, monkeypatch):
                 rows = rows + length
             _close(logits, want[rows])
         if kind == "D":
-            draft_logits = logits
+            draft_logits = jnp.asarray(logits)[None]
             _check_draft(entry, state, masked[here])
             if "ucb_bucket" in entry:
                 assert int(state.router.bucket[0]) == entry["ucb_bucket"]

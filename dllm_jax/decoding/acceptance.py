@@ -42,6 +42,7 @@ class AcceptanceSettings:
         True,
         "put a token of the verifier's where a draft is rejected; otherwise the draft is "
         "kept after all (logits in place) or the slot left masked (shifted), as published",
+        traced=True,
     )
     ssd_ratio_threshold: float = setting(
         -1.0,
@@ -49,7 +50,9 @@ class AcceptanceSettings:
         traced=True,
     )
     ssd_threshold_all_spans: bool = setting(
-        False, "ssd_ratio_threshold: in all masked slots, not in the verified span alone"
+        False,
+        "ssd_ratio_threshold: in all masked slots, not in the verified span alone",
+        traced=True,
     )
     # Derived: what is written where allow_resample is off.
     write_rejected: bool = struct.field(pytree_node=False, default=True)
@@ -129,21 +132,20 @@ def judge(
     places = jnp.arange(span.shape[-1], dtype=jnp.int32)
     written = span & ((places < slot[:, None]) | ~fails[:, None])
     here = (places == slot[:, None]) & fails[:, None]
-    if settings.allow_resample:
-        q = at(verifier, slot)
-        weights = q
-        if settings.acceptance == "stochastic":
-            left = sampling.residual(q, drafter(slot))
-            # Nothing but the mask may be left, which is never written.
-            others = jnp.sum(left, axis=-1) - left[:, mask_id] > 0.0
-            weights = jnp.where(others[:, None], left, q)
-        new = best_token(weights, mask_id, settings, noise.resample)
-        token = jnp.where(here, new[:, None], token)
-        probability = jnp.take_along_axis(q, new[:, None], axis=-1)
-        confidence = jnp.where(here, probability, confidence)
-    if settings.allow_resample or settings.write_rejected:
-        written |= here
+    q = at(verifier, slot)
+    weights = q
+    if settings.acceptance == "stochastic":
+        left = sampling.residual(q, drafter(slot))
+        # Nothing but the mask may be left, which is never written.
+        others = jnp.sum(left, axis=-1) - left[:, mask_id] > 0.0
+        weights = jnp.where(others[:, None], left, q)
+    new = best_token(weights, mask_id, settings, noise.resample)
+    probability = jnp.take_along_axis(q, new[:, None], axis=-1)
+    replaced = here & settings.allow_resample
+    token = jnp.where(replaced, new[:, None], token)
+    confidence = jnp.where(replaced, probability, confidence)
+    written |= here if settings.write_rejected else replaced
     threshold = settings.ssd_ratio_threshold
-    eligible = masked if settings.ssd_threshold_all_spans else span
+    eligible = span | (masked & settings.ssd_threshold_all_spans)
     eligible &= jnp.any(span, axis=-1, keepdims=True) & (threshold >= 0.0)
     return Verdict(written | (eligible & (ratio >= threshold)), token, confidence)

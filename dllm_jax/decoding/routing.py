@@ -49,6 +49,7 @@ class RoutingSettings:
     legacy_ssd_span_strategy: bool = setting(
         False,
         "mask_span_length: also verify a shorter span where fewer slots are confident",
+        traced=True,
     )
     do_verify_score_threshold: float = setting(
         -1.0, "score_threshold: verify from this score on (>=)", traced=True
@@ -250,11 +251,10 @@ def decide(
     length = jnp.sum(draft.span, axis=-1, dtype=jnp.int32)
     not_empty = rows & (length > 0)
     if policy == "mask_span_length":
+        remaining = jnp.sum(draft.masked, axis=-1, dtype=jnp.int32)
+        few = draft.confident < jnp.minimum(settings.min_ssd_span_length, remaining)
         verify = length >= settings.min_ssd_span_length
-        if settings.legacy_ssd_span_strategy:
-            remaining = jnp.sum(draft.masked, axis=-1, dtype=jnp.int32)
-            few = jnp.minimum(settings.min_ssd_span_length, remaining)
-            verify |= draft.confident < few
+        verify |= few & settings.legacy_ssd_span_strategy
         return verify & not_empty, router
     if policy == "score_threshold":
         verify = score(settings, draft) >= settings.do_verify_score_threshold

@@ -39,190 +39,16 @@ from flax import struct
 
 from dllm_jax import layouts, sampling, unmasking
 from dllm_jax.cache import append
-from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import acceptance, block, canvas, fast_dllm_v2, routing
-from dllm_jax.decoding.acceptance import AcceptanceSettings, Noise, Verdict
+from dllm_jax.decoding.acceptance import Noise, Verdict
 from dllm_jax.decoding.base import (
     DecodeInputs,
     Decoder,
     DecodeState,
     ModelFns,
-    SamplingSettings,
-    check_at_least,
-    check_choices,
-    derive_sampling,
     register,
-    setting,
 )
-from dllm_jax.decoding.routing import RoutingSettings
-
-STRATEGIES = ("low_confidence_dynamic", "low_confidence_static", "sequential")
-
-
-@struct.dataclass
-class S2D2Settings(SamplingSettings, AcceptanceSettings, RoutingSettings):
-    """Settings of the `s2d2` decoder."""
-
-    block_length: int | None = setting(
-        None,
-        "tokens of a block; the model's own if not given",
-        aliases=("block_size",),
-        kind=int,
-    )
-    small_block_size: int | None = setting(
-        None,
-        "tokens of a sub-block, a divisor of block_length; 8 if not given (shifted logits)",
-        aliases=("sub_block_length",),
-        kind=int,
-    )
-    denoising_steps: int | None = setting(
-        None,
-        "steps over which a block is spread; block_length if not given",
-        aliases=("steps_per_block",),
-        traced=True,
-        kind=int,
-    )
-    num_to_transfer: int = setting(1, "slots that every step unmasks at least", traced=True)
-    remasking_strategy: str = setting(
-        "low_confidence_dynamic",
-        "which slots are unmasked where a verification was skipped or gave too few",
-        choices=STRATEGIES,
-        aliases=("remasking", "strategy"),
-    )
-    threshold: float = setting(
-        0.85,
-        "confidence above which (>) the dynamic strategy unmasks at once",
-        traced=True,
-        aliases=("confidence_threshold",),
-    )
-    always_check_high_confidence: bool = setting(
-        False, "unmask by the threshold after a verification too"
-    )
-    editing_threshold: float = setting(
-        1.0,
-        "probability above which (>) a draft replaces a decided token; 1 is off",
-        traced=True,
-        aliases=("edit_threshold",),
-    )
-    max_post_steps: int = setting(
-        0, "most steps that may edit a block after its last mask", traced=True
-    )
-    do_sample: bool = setting(
-        True,
-        "draw drafts if temperature > 0; otherwise they are the most probable tokens, and "
-        "the temperature shapes the judged distributions only",
-    )
-    cache_ver: bool = setting(
-        False, "store prompts and blocks causally, as the verifier sees them"
-    )
-    draft_ver: bool = setting(
-        False, "decided tokens before the first mask of a block are causal in drafts too"
-    )
-    leak_draft_mask: bool = setting(
-        False,
-        "draft_ver without cache_ver: store a block under its last draft's mask, as the "
-        "published code does by accident",
-    )
-    reuse_verified: bool = setting(
-        False,
-        "keep the verifier's keys and values of a block that it accepted as it was "
-        "drafted, instead of running it once more (exact; needs cache_ver)",
-    )
-    fold_verify: bool = setting(
-        False,
-        "draft the next block in the forward that verifies this one, and use that if all "
-        "of this one is accepted (exact; logits in place, needs reuse_verified)",
-    )
-    bonus_token: bool = setting(
-        False,
-        "after a block was accepted as it was drafted, also keep the verifier's token for "
-        "the slot behind it (logits in place)",
-    )
-    fold: bool = setting(
-        True,
-        "store a finished block in the next block's first draft (exact; logits in place)",
-    )
-    early_stop: bool = setting(
-        True, "end a row as soon as all it returns is decided (same tokens)"
-    )
-    # Derived by `resolve`.
-    tempered: bool = struct.field(pytree_node=False, default=False)
-    filter_draft: bool = struct.field(pytree_node=False, default=False)
-    edits: bool = struct.field(pytree_node=False, default=False)
-
-
-def resolve(settings: S2D2Settings, config: ModelConfig) -> S2D2Settings:
-    """Fills in what was not given and checks everything; raises ValueError."""
-    shifted = config.logit_alignment == "shifted"
-    length, small = settings.block_length, settings.small_block_size
-    if shifted:
-        own = fast_dllm_v2.FastDLLMv2Settings(block_length=length, small_block_size=small)
-        own = fast_dllm_v2.resolve(own, config)
-        length, small = own.block_length, own.small_block_size
-    else:
-        own = block.BlockSettings(block_length=length)
-        length = block.resolve(own, config).block_length
-        if small not in (None, length):
-            raise ValueError(
-                f"small_block_size={small} needs shifted logits; with logits in place a "
-                f"block of {length} is one segment."
-            )
-        small = length
-    steps = length if settings.denoising_steps is None else settings.denoising_steps
-    settings = settings.replace(
-        block_length=length, small_block_size=small, denoising_steps=steps
-    )
-    check_choices(settings)
-    check_at_least(
-        settings,
-        denoising_steps=1,
-        num_to_transfer=1,
-        threshold=0.0,
-        editing_threshold=0.0,
-        max_post_steps=0,
-    )
-    routing.check(settings)
-    acceptance.check(settings)
-    _check_switches(settings, shifted)
-    settings = derive_sampling(settings)
-    sample = settings.sample and settings.do_sample
-    return settings.replace(
-        sample=sample,
-        tempered=settings.sample,
-        # Where logits are shifted, the published code filters only what it draws from.
-        filter_draft=settings.filtered and (sample or not shifted),
-        edits=settings.editing_threshold < 1.0,
-        write_rejected=not shifted,
-        fold=settings.fold and not shifted,
-    )
-
-
-def _check_switches(settings: S2D2Settings, shifted: bool) -> None:
-    needs = {
-        "reuse_verified": ("cache_ver", "keys and values are reused that are causal"),
-        "fold_verify": ("reuse_verified", "the next block sees reused keys"),
-        "leak_draft_mask": ("draft_ver", "it is that mask which leaks"),
-    }
-    for name, (other, why) in needs.items():
-        if getattr(settings, name) and not getattr(settings, other):
-            raise ValueError(f"{name}=True needs {other}=True: {why}.")
-    if settings.leak_draft_mask and settings.cache_ver:
-        raise ValueError("leak_draft_mask=True needs cache_ver=False: it decides the mask.")
-    for name in ("fold_verify", "bonus_token"):
-        if shifted and getattr(settings, name):
-            raise ValueError(
-                f"{name}=True needs logits in place; where they are shifted, a block's "
-                "first token comes from the forward that stores the block before it."
-            )
-    if shifted and settings.editing_threshold < 1.0:
-        raise ValueError(
-            f"editing_threshold={settings.editing_threshold} needs logits in place; use 1."
-        )
-    if settings.max_post_steps and settings.editing_threshold >= 1.0:
-        raise ValueError(
-            f"max_post_steps={settings.max_post_steps} needs editing_threshold < 1 "
-            f"(it is {settings.editing_threshold})."
-        )
+from dllm_jax.decoding.s2d2_settings import S2D2Settings, resolve
 
 
 @struct.dataclass
@@ -273,7 +99,7 @@ def init(
     """The state after the prompt's whole blocks are stored, causally with `cache_ver`."""
 
     def layout(position, length, valid):
-        until = inputs.prompt_length if settings.cache_ver else 0 * inputs.prompt_length
+        until = jnp.where(settings.cache_ver, inputs.prompt_length, 0)
         return layouts.causal_then_blocks(position, length, until, valid)
 
     length, small = settings.block_length, settings.small_block_size
@@ -320,6 +146,12 @@ def noise_from_keys(state: S2D2State, slots: int) -> Noise:
 DrawNoise = Callable[[S2D2State, int], Noise]
 
 
+def _stored_until(settings: S2D2Settings, state: S2D2State, start: jax.Array) -> jax.Array:
+    """Up to where the block from `start` is causal in the cache: int32 `[B]`."""
+    leaked = jnp.where(settings.leak_draft_mask, state.causal_until, 0)
+    return jnp.where(settings.cache_ver, start + settings.block_length, leaked)
+
+
 class _Ran(NamedTuple):
     """What a forward left behind. Parts that no row asked for are zeros."""
 
@@ -350,12 +182,8 @@ def _forward(
     draft = jnp.take_along_axis(state.draft_token, jnp.clip(inside, 0, small - 1), axis=-1)
     filled = (inside >= 0) & (inside < small) & (fed == fns.config.mask_id)
     fed = jnp.where(filled & verifying[:, None], draft, fed)
-    never = jnp.zeros_like(start)
-    drafts_until = segment.first_mask if settings.draft_ver else never
-    stores_until = state.causal_until if settings.leak_draft_mask else never
-    if settings.cache_ver:
-        stores_until = start + length
-    until = jnp.where(storing, stores_until, drafts_until)
+    drafts_until = jnp.where(settings.draft_ver, segment.first_mask, 0)
+    until = jnp.where(storing, _stored_until(settings, state, start), drafts_until)
     until = jnp.where(verifying, start + length, until)
     first = (fed, layouts.causal_then_blocks(index, length, until))
     positions = jnp.where(state.done, 0, length)
@@ -435,9 +263,9 @@ def _unmask(
     masked = segment.masked & rows[:, None]
     written = verdict.written & masked
     rest = masked & ~written
-    if settings.always_check_high_confidence:
-        written |= rest & (state.draft_confidence > settings.threshold)
-        rest = masked & ~written
+    high = rest & (state.draft_confidence > settings.threshold)
+    written |= high & settings.always_check_high_confidence
+    rest = masked & ~written
 
     def count(slots):
         return jnp.sum(slots, axis=-1, dtype=jnp.int32)
@@ -646,17 +474,13 @@ def step(
     as_fed = canvas.read(state.canvas, index) == ran.fed
     whole = jnp.all(as_fed & (ran.fed != fns.config.mask_id), axis=-1)
     accepted = verifying & whole & (state.post_steps >= settings.max_post_steps)
-    stored = storing
-    if settings.reuse_verified:
-        stored |= accepted
+    stored = storing | (accepted & settings.reuse_verified)
     start = state.cursor - jnp.where(storing & settings.fold, length, 0)
     fields = layouts.causal_then_blocks(
         start[:, None] + jnp.arange(length, dtype=jnp.int32),
         length,
-        start + length if settings.cache_ver else 0 * start,
+        _stored_until(settings, state, start),
     )
-    if settings.leak_draft_mask:
-        fields = layouts.causal_then_blocks(fields.position, length, state.causal_until)
     kept = jnp.where(stored, length, 0)
     state = state.replace(cache=append(state.cache, ran.k, ran.v, fields, kept))
     if shifted:
