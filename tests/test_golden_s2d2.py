@@ -412,4 +412,6 @@ def _check_output(case, state, prompt):
         int(getattr(forwards, name)[0]) for name in ("prefill", "draft", "verify", "commit")
     )
     assert total == case["nfe"]
+    kept, judged = np.sum(case["acceptance"], axis=0) if case["acceptance"] else (0, 0)
+    assert (int(state.kept[0]), int(state.judged[0])) == (kept, judged)
     assert whole or MASK_ID not in got

@@ -9,6 +9,12 @@ from dllm_jax import generate, load
 
 _MASK_ID = 253  # of the families whose files do not say it
 _LENGTHS = (3, 41, 17)  # of no, several and broken blocks
+_HYSTERESIS = {
+    "do_verify_policy": "score_hysteresis",
+    "token_acceptance_estimator": "soft_renyi_2_entropy",
+    "score_penalty_coef": 1.0,
+    "temperature": 1.0,
+}
 CASES = [
     ("sdar", "ar", {}),
     ("sdar", "block", {"block_length": 8}),
@@ -20,6 +26,8 @@ CASES = [
     ("fast_dllm_v2", "fast_dllm_v2", {}),
     ("llada2", "block", {}),
     ("llada2", "edit", {"threshold": 0.7, "editing_threshold": 0.5}),
+    ("sdar", "s2d2", {"block_length": 8, **_HYSTERESIS}),
+    ("fast_dllm_v2", "s2d2", {"do_verify_policy": "contextual_bandit_ucb"}),
 ]
 
 

@@ -78,6 +78,7 @@ class Verdict(NamedTuple):
     written: jax.Array  # [B, T] bool
     token: jax.Array  # [B, T] int32
     confidence: jax.Array  # [B, T] float32: p of a draft's token, q of the verifier's
+    kept: jax.Array  # [B, T] bool, the span up to its first rejection
 
 
 def best_token(
@@ -130,7 +131,7 @@ def judge(
     fails = jnp.any(rejected, axis=-1)
     slot = jnp.argmax(rejected, axis=-1).astype(jnp.int32)
     places = jnp.arange(span.shape[-1], dtype=jnp.int32)
-    written = span & ((places < slot[:, None]) | ~fails[:, None])
+    kept = span & ((places < slot[:, None]) | ~fails[:, None])
     here = (places == slot[:, None]) & fails[:, None]
     q = at(verifier, slot)
     weights = q
@@ -144,8 +145,9 @@ def judge(
     replaced = here & settings.allow_resample
     token = jnp.where(replaced, new[:, None], token)
     confidence = jnp.where(replaced, probability, confidence)
-    written |= here if settings.write_rejected else replaced
+    written = kept | (here if settings.write_rejected else replaced)
     threshold = settings.ssd_ratio_threshold
     eligible = span | (masked & settings.ssd_threshold_all_spans)
     eligible &= jnp.any(span, axis=-1, keepdims=True) & (threshold >= 0.0)
-    return Verdict(written | (eligible & (ratio >= threshold)), token, confidence)
+    written |= eligible & (ratio >= threshold)
+    return Verdict(written, token, confidence, kept)

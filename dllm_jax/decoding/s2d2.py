@@ -65,6 +65,8 @@ class S2D2State(DecodeState):
     draft_hidden: Any  # [B, T, D]
     causal_until: Any  # [B] int32, first mask at the open block's last draft
     post_steps: Any  # [B] int32, drafts of the open block that found no mask
+    judged: Any  # [B] int32, draft tokens that a verification looked at
+    kept: Any  # [B] int32, those before its first rejection
     router: routing.Router
 
 
@@ -121,6 +123,8 @@ def init(
         draft_hidden=jnp.zeros((batch, small, *hidden.shape[2:]), hidden.dtype),
         causal_until=zeros,
         post_steps=zeros,
+        judged=zeros,
+        kept=zeros,
         router=routing.new_router(settings, batch),
     )
 
@@ -267,21 +271,18 @@ def _unmask(
     written |= high & settings.always_check_high_confidence
     rest = masked & ~written
 
-    def count(slots):
-        return jnp.sum(slots, axis=-1, dtype=jnp.int32)
-
     quota = unmasking.linear_quota(
         state.step, settings.block_length, settings.denoising_steps
     )
     quota = jnp.maximum(quota, settings.num_to_transfer)
-    owed = jnp.minimum(quota, count(masked)) - count(written)
+    owed = jnp.minimum(quota, _count(masked)) - _count(written)
     proposal = sampling.Proposal(verdict.token, verdict.confidence, verdict.confidence)
     chosen = block.fill_quota(settings, proposal, rest, owed)
     written |= chosen & (owed > 0)[:, None]
     state, _ = canvas.unmask(state, segment.slots[:, 0], segment.slots, proposal, written)
     took_part = rows & jnp.any(masked, axis=-1)
     told = jnp.full_like(rows, verified)
-    router = routing.learn(settings, state.router, told, count(written), took_part)
+    router = routing.learn(settings, state.router, told, _count(written), took_part)
     return state.replace(step=state.step + rows.astype(jnp.int32), router=router)
 
 
@@ -296,6 +297,7 @@ def _judge(
     """Ends the round of the verifying rows; `logits` `[B, T, V]` are the verifier's."""
     rows = state.verifying & ~state.done
     masked = segment.masked & rows[:, None]
+    span = routing.first_run(masked)
 
     def drafter(slot):
         hidden = jnp.take_along_axis(state.draft_hidden, slot[:, None, None], axis=1)
@@ -305,7 +307,7 @@ def _judge(
         return acceptance.judge(
             settings,
             fns.config.mask_id,
-            routing.first_run(masked),
+            span,
             masked,
             state.draft_token,
             state.draft_confidence,
@@ -314,10 +316,23 @@ def _judge(
             noise,
         )
 
-    nothing = Verdict(jnp.zeros_like(masked), state.draft_token, state.draft_confidence)
-    verdict = jax.lax.cond(jnp.any(rows), verdict, lambda: nothing)
+    verdict = jax.lax.cond(jnp.any(rows), verdict, lambda: _nothing(state))
     state = _unmask(settings, state, segment, verdict, rows, verified=True)
-    return state.replace(verifying=state.verifying & ~rows)
+    return state.replace(
+        verifying=state.verifying & ~rows,
+        judged=state.judged + _count(span),
+        kept=state.kept + _count(verdict.kept),
+    )
+
+
+def _nothing(state: S2D2State) -> Verdict:
+    """The verdict on drafts that nobody has judged."""
+    none = jnp.zeros(state.draft_token.shape, bool)
+    return Verdict(none, state.draft_token, state.draft_confidence, none)
+
+
+def _count(slots: jax.Array) -> jax.Array:
+    return jnp.sum(slots, axis=-1, dtype=jnp.int32)
 
 
 def _draft(
@@ -363,9 +378,6 @@ def _draft(
         state, _ = canvas.unmask(state, slots[:, 0], slots, proposal, edited)
         unchanged = post & ~jnp.any(edited, axis=-1)
 
-    def count(chosen):
-        return jnp.sum(chosen, axis=-1, dtype=jnp.int32)
-
     decided = ~segment.masked
     if fns.config.logit_alignment == "same":  # as published, prompts count elsewhere
         decided &= slots >= state.prompt_length[:, None]
@@ -377,8 +389,8 @@ def _draft(
             masked=masked,
             confidence=confidence,
             probability=probability,
-            confident=count(masked & (confidence > settings.threshold)),
-            progress=count(decided),
+            confident=_count(masked & (confidence > settings.threshold)),
+            progress=_count(decided),
         ),
         rows,
     )
@@ -391,9 +403,8 @@ def _draft(
         post_steps=state.post_steps + post.astype(jnp.int32),
         router=router,
     )
-    nothing = Verdict(jnp.zeros_like(masked), state.draft_token, state.draft_confidence)
     rows = rows & ~verify
-    state = _unmask(settings, state, segment, nothing, rows, verified=False)
+    state = _unmask(settings, state, segment, _nothing(state), rows, verified=False)
     return state, unchanged
 
 
