@@ -24,7 +24,8 @@ from dllm_jax.settings import presets, resolve_settings
 from kernels_pallas import visible
 
 SHIFTED = CONFIG.__class__(**{**vars(CONFIG), "logit_alignment": "shifted"})
-TABLE = random_table(5, {EOS: -1.0})
+# A few likely tokens, so that drafts are often right.
+TABLE = random_table(5, {1: 5.0, 2: 4.5, 3: 4.0, EOS: -1.0})
 LENGTHS = (3, 8, 21)  # of no, whole and broken blocks
 NEW = 22
 AUTOREGRESSIVE = {"acceptance": "greedy", "cache_ver": True, "draft_ver": True}
@@ -149,6 +150,8 @@ def test_judges_the_first_run_up_to_its_first_rejection():
     q[0, np.arange(6), draft] = q_of_draft
     p = np.full((1, 5), 0.125, np.float32)
 
+    half = [jnp.full(shape, 0.5, jnp.float32) for shape in ((1, 6), (1, 6), (1,), (1,))]
+
     def verdict(**given):
         return acceptance.judge(
             S2D2Settings(**given),
@@ -159,12 +162,7 @@ def test_judges_the_first_run_up_to_its_first_rejection():
             jnp.full((1, 6), 0.5, jnp.float32),
             jnp.asarray(q),
             lambda slot: jnp.asarray(p),
-            Noise(
-                *(
-                    jnp.full(shape, 0.5, jnp.float32)
-                    for shape in ((1, 6),) * 2 + ((1,),) * 2
-                )
-            ),
+            Noise(*half),
         )
 
     def written(result):
@@ -258,15 +256,13 @@ def autoregression(models):
 
 @pytest.mark.parametrize("alignment", ["same", "shifted"])
 def test_greedy_with_causal_caches_is_autoregression(models, autoregression, alignment):
-    """If every draft is verified; otherwise it is not, and forwards are fewer or more."""
+    """If every draft is verified; otherwise it is not."""
     model, want = models[alignment], autoregression[alignment]
     always = decode(model, **AUTOREGRESSIVE)
     assert tokens_of(always) == want
-    assert forwards_of(always, "verify") > 0
+    assert forwards_of(always, "verify") == forwards_of(always, "draft")
     sometimes = decode(model, **AUTOREGRESSIVE, min_ssd_span_length=4, threshold=0.3)
     assert tokens_of(sometimes) != want
-    without = decode(model, acceptance="greedy")
-    assert tokens_of(without) != want
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
@@ -297,17 +293,16 @@ def test_draws_do_not_depend_on_how_forwards_are_folded(models):
     model = models["same"]
     causal = {**ROUTED, "cache_ver": True, "draft_ver": True}
     plain = decode(model, **causal)
-    for given in (
-        {"fold": False},
-        {"reuse_verified": True},
-        {"reuse_verified": True, "fold_verify": True},
-        {"early_stop": False},
+    for given, forwards in (
+        ({"fold": False, "early_stop": False}, "more"),
+        ({"reuse_verified": True}, "as many"),  # storing rides on a draft as it is
+        ({"reuse_verified": True, "fold_verify": True}, "fewer"),
     ):
         other = decode(model, **causal, **given)
         assert tokens_of(other) == tokens_of(plain), given
         assert [o.confidence for o in other] == [o.confidence for o in plain]
-        if given != {"early_stop": False}:
-            assert forwards_of(other) != forwards_of(plain)
+        difference = np.sign(forwards_of(other) - forwards_of(plain))
+        assert {-1: "fewer", 0: "as many", 1: "more"}[difference] == forwards
     assert 0 < forwards_of(plain, "verify") < forwards_of(plain, "draft")
 
 
@@ -316,7 +311,6 @@ def test_folding_is_exact_where_tokens_are_edited(models):
     folded, plain = (decode(models["same"], **given, fold=f) for f in (True, False))
     assert tokens_of(folded) == tokens_of(plain)
     assert forwards_of(folded) < forwards_of(plain)
-    assert tokens_of(folded) != tokens_of(decode(models["same"], threshold=0.5))
 
 
 # --- promises ---------------------------------------------------------------------------
@@ -379,15 +373,13 @@ def test_stop_ids_and_the_mask_token(models):
 
 
 def test_a_transformer_verifies_as_it_decodes_one_by_one():
-    """Floats: the paired row gives what blocks of length 1 give."""
+    """Unlike with keys of blocks that saw themselves whole."""
     model, prompts = tiny_model(3), prompts_of((13,))
-    [want] = decode(model, "ar", prompts)
-    [got] = decode(
-        model, "s2d2", prompts, **AUTOREGRESSIVE, **SWITCHES["all"], block_length=4
-    )
-    assert got.tokens == want.tokens
-    # Bonus tokens and replaced drafts are the verifier's, with its probability.
-    assert len(set(got.confidence) & set(want.confidence)) >= 0
+    want = decode(model, "ar", prompts)
+    given = {**AUTOREGRESSIVE, **SWITCHES["bonus"]}
+    assert tokens_of(decode(model, "s2d2", prompts, **given)) == tokens_of(want)
+    given |= {"cache_ver": False, "reuse_verified": False}
+    assert tokens_of(decode(model, "s2d2", prompts, **given)) != tokens_of(want)
 
 
 # --- settings ---------------------------------------------------------------------------

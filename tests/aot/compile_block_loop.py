@@ -91,7 +91,8 @@ def compile_loop(name: str, device) -> dict:
 def main() -> None:
     """Compiles the loops and prints one line of JSON."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    report = {name: compile_loop(name, topology.devices[0]) for name in ("ar", "block")}
+    names = ("ar", "block", "s2d2")
+    report = {name: compile_loop(name, topology.devices[0]) for name in names}
     print(json.dumps(report))
 
 

@@ -42,7 +42,7 @@ def report():
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("decoder", ["ar", "block"])
+@pytest.mark.parametrize("decoder", ["ar", "block", "s2d2"])
 def test_the_loop_compiles_and_keeps_the_cache_in_place(report, decoder):
     """Temporaries stay far below the cache: it is not copied in the loop."""
     numbers = report[decoder]
