@@ -15,19 +15,18 @@ import sys
 from itertools import islice
 from typing import Any
 
-import numpy as np
 from common import finish, parse_args
 
 import dllm_jax
 from dllm_jax.training.problems import generate_problems, parse_answer
 
 _SEED = 2026
+_BATCH = 50
 _CAUSAL = {"cache_ver": True, "draft_ver": True}
 _SCORE = {
     "token_acceptance_estimator": "soft_entropy_negexp",
     "do_verify_policy": "score_threshold",
 }
-_STATIC = {**_SCORE, "do_verify_score_type": "difference_static"}
 _HYSTERESIS = {
     **_SCORE,
     "do_verify_policy": "score_hysteresis",
@@ -52,15 +51,18 @@ def policies(length: int) -> dict[str, tuple[str, dict[str, Any]]]:
     found: dict[str, dict[str, Any]] = {}
     for rule in ("greedy", "stochastic"):
         common = {"block_length": length, "acceptance": rule, **_CAUSAL}
-        for span in (1, 2, 4):
-            found[f"{rule}, span >= {span}"] = {**common, "min_ssd_span_length": span}
-        for least in (1.0, 2.0, 4.0):
-            score = {**_STATIC, "score_penalty_coef": least}
-            score["do_verify_score_threshold"] = 0.0
-            found[f"{rule}, score >= {least:g}"] = {**common, **score}
+        found[f"{rule}, span >= 1"] = common
+        found[f"{rule}, span >= {length // 2}"] = {
+            **common,
+            "min_ssd_span_length": length // 2,
+        }
+        for price in (1.0, 4.0, 6.0):
+            score = {**_SCORE, "do_verify_score_type": "difference_static"}
+            score |= {"score_penalty_coef": price, "do_verify_score_threshold": 0.0}
+            found[f"{rule}, expected >= {price:g}"] = {**common, **score}
         found[f"{rule}, hysteresis"] = {**common, **_HYSTERESIS}
-        bandit = {**common, "do_verify_policy": "contextual_bandit_ucb"}
-        found[f"{rule}, bandit"] = bandit
+        bandit = {"do_verify_policy": "contextual_bandit_ucb"}
+        found[f"{rule}, bandit"] = {**common, **bandit}
         found[f"{rule}, span >= 1, block-causal cache"] = {
             "block_length": length,
             "acceptance": rule,
@@ -73,25 +75,26 @@ def switches(length: int) -> dict[str, tuple[str, dict[str, Any]]]:
     found = {}
     for rule in ("greedy", "stochastic"):
         given = {"block_length": length, "acceptance": rule, **_CAUSAL, "fold": False}
+        reuse = {**given, "reuse_verified": True}
+        folded = {**reuse, "fold": True, "fold_verify": True}
         found[f"{rule}, published rule"] = given
-        given = {**given, "reuse_verified": True}
-        found[f"{rule}, + reuse"] = given
-        found[f"{rule}, + reuse, fold"] = {**given, "fold": True}
-        found[f"{rule}, + reuse, bonus"] = {**given, "bonus_token": True}
-        folded = {**given, "fold": True, "fold_verify": True}
-        found[f"{rule}, + reuse, fold, fold_verify"] = folded
-        found[f"{rule}, all switches"] = {**folded, "bonus_token": True}
+        found[f"{rule}, reuse"] = reuse
+        found[f"{rule}, reuse, bonus"] = {**reuse, "bonus_token": True}
+        found[f"{rule}, reuse, fold, fold_verify"] = folded
+        found[f"{rule}, all"] = {**folded, "bonus_token": True}
     return {name: ("s2d2", given) for name, given in found.items()}
 
 
 def _recorded(model: dllm_jax.Model) -> list[Any]:
-    """The states that the model's programs leave behind from now on, as they come."""
+    """The final states of the batches that the model decodes from now on."""
     states: list[Any] = []
     run_program = model.run_program
 
-    def run(*args):
-        states[:] = [run_program(*args)]
-        return states[0]
+    def run(key, build, args):
+        state = run_program(key, build, args)
+        if key[1] == "go_on":  # others are given away to the next program
+            states.append(state)
+        return state
 
     model.run_program = run
     return states
@@ -115,11 +118,13 @@ def main() -> None:
     first: list[list[int]] = []
     rows = []
     for name, (decoder, given) in cases.items():
+        states.clear()
         outputs = dllm_jax.generate(
             model,
             [problem.question for problem in problems],
             decoder,
             max_new_tokens=80,
+            batch_size=_BATCH,
             **given,
         )
         first = first or [out.tokens for out in outputs]
@@ -132,8 +137,9 @@ def main() -> None:
             for out, problem in zip(outputs, problems, strict=True)
         )
         tokens = sum(out.stats.generated_tokens for out in outputs)
-        judged = int(getattr(states[-1], "judged", np.zeros(1)).sum())
-        accepted = int(states[-1].kept.sum()) / judged if judged else 0.0
+        speculative = [state for state in states if hasattr(state, "judged")]
+        judged = sum(int(s.judged.sum()) for s in speculative)
+        accepted = sum(int(s.kept.sum()) for s in speculative)
         same = sum(out.tokens == ids for out, ids in zip(outputs, first, strict=True))
         rows.append(
             {
@@ -142,7 +148,7 @@ def main() -> None:
                 "accuracy %": 100.0 * right / count,
                 "tokens/forward": tokens / total("total"),
                 "verified/drafts": total("verify") / max(total("draft"), 1),
-                "accepted %": 100.0 * accepted,
+                "accepted %": 100.0 * accepted / max(judged, 1),
                 "tokens run": sum(out.stats.positions for out in outputs) / tokens,
                 "against ar %": 100.0 * same / count,
             }
