@@ -81,10 +81,20 @@ class Verdict(NamedTuple):
     kept: jax.Array  # [B, T] bool, the span up to its first rejection
 
 
-def best_token(
-    weights: jax.Array, mask_id: int, settings: AcceptanceSettings, uniform: jax.Array
+def pick(
+    settings: AcceptanceSettings, weights: jax.Array, mask_id: int, uniform: jax.Array
 ) -> jax.Array:
-    """A token of the verifier's by `weights` `[..., V]`, never the mask: int32 `[...]`."""
+    """The verifier's token: the heaviest, or drawn with `uniform`; never the mask.
+
+    Args:
+      settings: the rule.
+      weights: float32 `[..., V]`, not negative.
+      mask_id: static.
+      uniform: float32 `[...]` in [0, 1).
+
+    Returns:
+      int32 `[...]`.
+    """
     is_mask = jnp.arange(weights.shape[-1], dtype=jnp.int32) == mask_id
     if settings.acceptance == "greedy":
         return jnp.argmax(jnp.where(is_mask, -1.0, weights), axis=-1).astype(jnp.int32)
@@ -124,7 +134,7 @@ def judge(
     ratio = quality / jnp.maximum(confidence, 1e-12)
     ratio = jnp.minimum(ratio**settings.ssd_ratio_tempering_factor, 1.0)
     if settings.acceptance == "greedy":
-        passes = token == best_token(verifier, mask_id, settings, noise.accept)
+        passes = token == pick(settings, verifier, mask_id, noise.accept)
     else:
         passes = noise.accept < ratio
     rejected = span & ~passes
@@ -140,7 +150,7 @@ def judge(
         # Nothing but the mask may be left, which is never written.
         others = jnp.sum(left, axis=-1) - left[:, mask_id] > 0.0
         weights = jnp.where(others[:, None], left, q)
-    new = best_token(weights, mask_id, settings, noise.resample)
+    new = pick(settings, weights, mask_id, noise.resample)
     probability = jnp.take_along_axis(q, new[:, None], axis=-1)
     replaced = here & settings.allow_resample
     token = jnp.where(replaced, new[:, None], token)

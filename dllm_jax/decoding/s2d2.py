@@ -20,11 +20,11 @@ Each step of the loop is one forward of the batch, in which rows do what they ne
 A batch whose rows all only draft runs the first part alone.
 
 With `acceptance="greedy"`, `cache_ver`, `draft_ver` and a policy that verifies every draft
-(`mask_span_length` with `min_ssd_span_length` 1), every token is the verifier's most
-probable one given causal keys and values of the tokens before it: the result equals that
-of blocks of length 1 (decoder `ar`; shifted: plain autoregression), token for token. It
-does not where verifications are skipped, or without cache_ver: finished blocks are then
-stored as the drafter sees them, each token seeing its whole block.
+(`mask_span_length` with `min_ssd_span_length` 1, the rest as by default), every token is
+the verifier's most probable one given causal keys and values of the tokens before it: the
+result equals that of blocks of length 1 (decoder `ar`; shifted: plain autoregression),
+token for token. It does not where verifications are skipped, or without cache_ver:
+finished blocks are then stored as the drafter sees them, each token seeing its whole block.
 
 Counters: `draft` counts forwards that draft, `verify` those that verify, `commit` those
 that only store a block; a forward counts once, by its first part.
@@ -536,9 +536,8 @@ def _bonus(
 ) -> S2D2State:
     """Writes the verifier's token for the slot behind the block; logits are `[B, 1, V]`."""
     probability = _probabilities(settings, logits, settings.filtered)[:, 0]
-    token = acceptance.best_token(probability, fns.config.mask_id, settings, noise.bonus)[
-        :, None
-    ]
+    token = acceptance.pick(settings, probability, fns.config.mask_id, noise.bonus)
+    token = token[:, None]
     confidence = jnp.take_along_axis(probability, token, axis=-1)
     slot = state.cursor + settings.block_length
     proposal = sampling.Proposal(token, confidence, confidence)
