@@ -76,6 +76,58 @@ def shadowed(
     )
 
 
+def causal_then_blocks(
+    position: jax.Array,
+    block_length: int,
+    causal_until: jax.Array,
+    valid: jax.Array | None = None,
+) -> TokenFields:
+    """Tokens before `causal_until` see what is not behind them, the rest whole blocks.
+
+    With `causal_until` 0 this is `block_causal`, with a large one `causal`; a block that
+    it cuts has decided tokens in front that do not look at the masks behind them (S2D2's
+    draft_ver). The moments leave room for `mask_copies`: the token at p looks at 2p + 1
+    if it is causal, else at the last such moment of its block.
+
+    Args:
+      position: int32 `[B, T]`.
+      block_length: of the blocks.
+      causal_until: int32 `[B]`, a position.
+      valid: bool `[B, T]`, False for padding.
+    """
+    until = causal_until[:, None]
+    first = position // block_length * block_length
+    causal_token = position < until
+    # No causal token looks this late, and every other token of the block does.
+    opens = 2 * jnp.maximum(first, until) + 1
+    own = 2 * position + 1
+    return _fields(
+        position,
+        jnp.where(causal_token, own, 2 * (first + block_length) - 1),
+        jnp.where(causal_token, own, opens),
+        FOREVER,
+        valid,
+    )
+
+
+def mask_copies(position: jax.Array, valid: jax.Array | None = None) -> TokenFields:
+    """Masks that each predict their slot as if it came next (S2D2's verifier).
+
+    The mask at p sees the tokens before p of `causal_then_blocks`, and no other mask; no
+    token sees a mask.
+
+    Args:
+      position: int32 `[B, T]`.
+      valid: bool `[B, T]`, False for padding.
+    """
+    return _fields(position, 2 * position, 2 * position, 2 * position + 1, valid)
+
+
+def choose(rows: jax.Array, one: TokenFields, other: TokenFields) -> TokenFields:
+    """`one` for the given rows, bool `[B]`, `other` for the rest."""
+    return jax.tree.map(lambda x, y: jnp.where(rows[:, None], x, y), one, other)
+
+
 def join(*parts: TokenFields) -> TokenFields:
     """Parts of a row, `[B, ...]` each, one behind the other."""
     joined = TokenFields(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))
@@ -154,28 +206,6 @@ def simsd_pairs(
         jnp.where(mask, looks + 1, FOREVER),
         valid,
     )
-
-
-def s2d2_pairs(
-    position: jax.Array, start: jax.Array, valid: jax.Array | None = None
-) -> TokenFields:
-    """[data | mask copies] of one block, for autoregressive scores (S2D2 1.5).
-
-    Data are causal; a mask copy sees the data before its slot, and of the masks itself.
-
-    Args:
-      position: int32 `[B, T]`, slots of the block from left to right.
-      start: int32 `[B, 1]`, a moment at which all cached keys are visible, such as the
-        number of the block.
-      valid: bool `[B, T]`, False for padding slots.
-    """
-    looks = start + 2 * jnp.arange(position.shape[1], dtype=jnp.int32)
-    looks = jnp.broadcast_to(looks, position.shape)
-    forever = jnp.full_like(looks, FOREVER)
-    time = jnp.concatenate([looks + 1, looks], axis=1)
-    until = jnp.concatenate([forever, looks + 1], axis=1)
-    both = None if valid is None else jnp.concatenate([valid, valid], axis=1)
-    return _fields(jnp.concatenate([position, position], axis=1), time, time, until, both)
 
 
 def separate_states(

@@ -123,10 +123,12 @@ def describe_settings(settings: Any) -> dict[str, Any]:
 def traced_settings(settings: Any) -> Any:
     """The settings with traced values as arrays, so that every value is one trace."""
 
+    dtypes = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
+
     def convert(field: dataclasses.Field) -> Any:
         value = getattr(settings, field.name)
         kind = field.metadata["kind"]
-        return jnp.asarray(value, jnp.int32 if kind is int else jnp.float32)
+        return jnp.asarray(value, dtypes[kind])
 
     return settings.replace(
         **{

@@ -5,7 +5,8 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is most of the suite's time, and what is compiled runs for milliseconds.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 )
 
 from pathlib import Path

@@ -122,11 +122,16 @@ def test_simsd_padding_is_seen_by_nobody():
 
 
 @pytest.mark.parametrize("length", [1, 4, 7])
-def test_s2d2_pairs(length):
-    number, context = 3, 3 * 8
-    position = context + np.arange(length)
-    fields = layouts.s2d2_pairs(*_row(position), jnp.full((1, 1), number, jnp.int32))
-    cached = layouts.block_causal(*_row(np.arange(context)), 8)
+def test_mask_copies_of_a_causal_block(length):
+    """S2D2's verification over a cache of whole blocks."""
+    context = 3 * 8
+    position = np.arange(context, context + length)
+    causal = jnp.array([100])
+    fields = layouts.join(
+        layouts.causal_then_blocks(*_row(position), 8, causal),
+        layouts.mask_copies(*_row(position)),
+    )
+    cached = layouts.causal_then_blocks(*_row(np.arange(context)), 8, jnp.array([0]))
     expected = np.zeros((2 * length, context + 2 * length), bool)
     expected[:, :context] = True
     for i in range(length):

@@ -9,6 +9,12 @@ from dllm_jax import generate, load
 
 _MASK_ID = 253  # of the families whose files do not say it
 _LENGTHS = (3, 41, 17)  # of no, several and broken blocks
+_HYSTERESIS = {
+    "do_verify_policy": "score_hysteresis",
+    "token_acceptance_estimator": "soft_renyi_2_entropy",
+    "score_penalty_coef": 1.0,
+    "temperature": 1.0,
+}
 CASES = [
     ("sdar", "ar", {}),
     ("sdar", "block", {"block_length": 8}),
@@ -24,6 +30,8 @@ CASES = [
     ("fast_dllm_v2", "fast_dllm_v2", {}),
     ("llada2", "block", {}),
     ("llada2", "edit", {"threshold": 0.7, "editing_threshold": 0.5}),
+    ("sdar", "s2d2", {"block_length": 8, **_HYSTERESIS}),
+    ("fast_dllm_v2", "s2d2", {"do_verify_policy": "contextual_bandit_ucb"}),
 ]
 
 
@@ -45,9 +53,9 @@ def test_a_batch_of_mixed_lengths(models, family, decoder, settings):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 200, length).tolist() for length in _LENGTHS]
     run = functools.partial(generate, model, decoder=decoder, max_new_tokens=21)
-    together = run(prompts, **settings)
+    together = run(prompts, seed=[0] * len(prompts), **settings)
     for prompt, out in zip(prompts, together, strict=True):
-        [alone] = run([prompt], **settings)
+        [alone] = run([prompt], seed=[0], **settings)
         assert out.tokens == alone.tokens
         assert out.unmask_forward == alone.unmask_forward
         assert out.stats.forwards == alone.stats.forwards

@@ -89,10 +89,12 @@ def _simsd_pairs(rng, position):
     )
 
 
-def _s2d2_pairs(rng, position):
-    """Pairs, and where the row is odd a token of padding."""
+def _mask_copies(rng, position):
+    """A causal row and its mask copies, cut where the row is odd."""
     half = position[:, : -(-position.shape[1] // 2)]
-    fields = layouts.s2d2_pairs(half, half[:, :1])
+    until = jnp.full((half.shape[0],), 1000)
+    row = layouts.causal_then_blocks(half, 4, until)
+    fields = layouts.join(row, layouts.mask_copies(half))
     return TokenFields(*(x[:, : position.shape[1]] for x in fields))
 
 
@@ -118,7 +120,7 @@ _LAYOUTS = {
     "bidirectional": _with_padding(layouts.bidirectional),
     "training_pairs": _training_pairs,
     "simsd_pairs": _simsd_pairs,
-    "s2d2_pairs": _s2d2_pairs,
+    "mask_copies": _mask_copies,
     "separate_states": _separate_states,
     "superposition": _superposition,
     "anything": _anything,

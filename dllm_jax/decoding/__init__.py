@@ -9,6 +9,7 @@ from dllm_jax.decoding import (
     fast_dllm_v2,
     klass,
     masked,
+    s2d2,
     simsd,
     wino,
 )
@@ -25,6 +26,7 @@ __all__ = (
     "fast_dllm_v2",
     "klass",
     "masked",
+    "s2d2",
     "simsd",
     "wino",
 )

@@ -156,19 +156,26 @@ class SamplingSettings:
     filtered: bool = struct.field(pytree_node=False, default=False)
 
 
-def resolve_sampling(settings: Any) -> Any:
-    """Checks the sampling settings and derives the rest; raises ValueError."""
+def derive_sampling(settings: Any) -> Any:
+    """Checks the sampling settings one by one and derives the rest; raises ValueError."""
     check_at_least(settings, temperature=0.0, top_k=0)
     if not 0.0 < settings.top_p <= 1.0:
         raise ValueError(f"top_p={settings.top_p} must be in (0, 1].")
-    filtered = settings.top_k > 0 or settings.top_p < 1.0
-    sample = settings.temperature > 0.0
-    if filtered and not sample:
+    return settings.replace(
+        sample=settings.temperature > 0.0,
+        filtered=settings.top_k > 0 or settings.top_p < 1.0,
+    )
+
+
+def resolve_sampling(settings: Any) -> Any:
+    """`derive_sampling` for decoders that filter only what they sample."""
+    settings = derive_sampling(settings)
+    if settings.filtered and not settings.sample:
         raise ValueError(
             f"top_k={settings.top_k} and top_p={settings.top_p} filter what is sampled; "
             f"they need temperature > 0 (it is {settings.temperature})."
         )
-    return settings.replace(sample=sample, filtered=filtered)
+    return settings
 
 
 def two_a_slot(settings: Any, slots: int) -> int:

@@ -35,6 +35,7 @@ from dllm_jax.decoding.base import (
     resolve_sampling,
     setting,
 )
+from kernels_pallas import TokenFields
 
 STRATEGIES = (
     "low_confidence_dynamic",
@@ -53,6 +54,9 @@ Denoise = Callable[
     [ModelFns, Any, DecodeState, jax.Array, jax.Array, jax.Array],
     tuple[DecodeState, jax.Array, jax.Array],
 ]
+
+# (positions [B, T], block length, valid [B, T]) -> fields
+Layout = Callable[..., TokenFields]
 
 
 @struct.dataclass
@@ -128,7 +132,11 @@ def init(
 
 
 def prefill(
-    fns: ModelFns, length: int, inputs: DecodeInputs, canvas_length: int
+    fns: ModelFns,
+    length: int,
+    inputs: DecodeInputs,
+    canvas_length: int,
+    layout: Layout = layouts.block_causal,
 ) -> tuple[DecodeState, jax.Array | None]:
     """Lays out the canvas and stores the prompt's whole blocks, in one forward.
 
@@ -138,6 +146,7 @@ def prefill(
       inputs: the prompts, P <= canvas_length.
       canvas_length: static; at least every row's prompt and new tokens, up to whole
         blocks. One block of slack is added.
+      layout: of the stored tokens.
 
     Returns:
       The state, and the forward's hidden states `[B, W, D]` with W the whole blocks of P;
@@ -153,7 +162,7 @@ def prefill(
     if not width:
         return state, None
     row = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
-    fields = layouts.block_causal(row, length, valid=row < stored[:, None])
+    fields = layout(row, length, valid=row < stored[:, None])
     out = fns.forward(state.canvas[:, :width], fields, None)
     took_part = (stored > 0) & ~state.done
     state = state.replace(
@@ -171,12 +180,26 @@ def choose(
     rng_keys: jax.Array,
 ) -> jax.Array:
     """The slots that a step unmasks: bool `[B, T]`. The keys are consumed."""
-    strategy = settings.remasking_strategy
-    confidence = proposal.confidence
     remaining = jnp.sum(masked, axis=-1, dtype=jnp.int32)
     quota = unmasking.linear_quota(step, masked.shape[-1], settings.denoising_steps)
     # The published script fills its quota from decided slots and overwrites them.
     quota = jnp.minimum(quota, remaining)
+    return fill_quota(settings, proposal, masked, quota, rng_keys)
+
+
+def fill_quota(
+    settings: BlockSettings,
+    proposal: sampling.Proposal,
+    masked: jax.Array,
+    quota: jax.Array,
+    rng_keys: jax.Array | None = None,
+) -> jax.Array:
+    """The slots that a step unmasks which owes `quota`, int32 `[B]`: bool `[B, T]`.
+
+    The keys are consumed; only strategy random needs them.
+    """
+    strategy = settings.remasking_strategy
+    confidence = proposal.confidence
     if strategy == "sequential":
         return unmasking.leftmost(masked, quota)
     if strategy == "low_confidence_static":

@@ -218,7 +218,7 @@ def _forward(
     return jax.lax.cond(wide, whole_window, sub_block_alone)
 
 
-def _anchor(
+def write_anchor(
     fns: ModelFns, state: DecodeState, logits: jax.Array, slot: jax.Array, rows: jax.Array
 ) -> DecodeState:
     """Writes the token that `logits` `[B, 1, V]` predict at `slot` `[B]` in `rows`.
@@ -233,24 +233,36 @@ def _anchor(
 def init(
     fns: ModelFns, settings: FastDLLMv2Settings, inputs: DecodeInputs, canvas_length: int
 ) -> DecodeState:
+    """The state after `prefill`."""
+    return prefill(fns, settings.block_length, inputs, canvas_length)
+
+
+def prefill(
+    fns: ModelFns,
+    length: int,
+    inputs: DecodeInputs,
+    canvas_length: int,
+    layout: block.Layout = layouts.block_causal,
+) -> DecodeState:
     """Stores the prompt's whole blocks and, if that is all of it, predicts an anchor.
 
     The published code forgets a prompt of exactly one block; here it is like any other.
 
     Args:
       fns: the model.
-      settings: resolved.
+      length: static, of a block.
       inputs: the prompts, P <= canvas_length.
       canvas_length: static; at least every row's prompt and new tokens, up to whole
         blocks. One block of slack is added.
+      layout: of the stored tokens.
     """
-    state, hidden = block.prefill(fns, settings.block_length, inputs, canvas_length)
+    state, hidden = block.prefill(fns, length, inputs, canvas_length, layout)
     if hidden is None:
         return state
     rows = (state.cursor > 0) & (state.cursor == state.prompt_length) & ~state.done
     last = jnp.maximum(state.cursor - 1, 0)[:, None, None]
     logits = fns.logits(jnp.take_along_axis(hidden, last, axis=1))
-    state = _anchor(fns, state, logits, state.cursor, rows)
+    state = write_anchor(fns, state, logits, state.cursor, rows)
     index = state.cursor[:, None]
     ends = block.answered(fns, state, index, canvas.read(state.canvas, index))
     return state.replace(done=state.done | (rows & ends))
@@ -283,7 +295,7 @@ def step(fns: ModelFns, settings: FastDLLMv2Settings, state: DecodeState) -> Dec
         proposal.confidence, masked, settings.threshold, best, one
     )
     state, _ = canvas.unmask(state, start, slots, proposal, chosen)
-    state = _anchor(fns, state, logits[:, :1], state.cursor + length, want.commit)
+    state = write_anchor(fns, state, logits[:, :1], state.cursor + length, want.commit)
 
     tokens = canvas.read(state.canvas, index)
     enough = block.answered(fns, state, index, tokens)

@@ -21,6 +21,16 @@ _ATTENTION = {
     "k_norm": f"{_LAYER}.attention.key_layernorm.weight",
     "mlp_norm": f"{_LAYER}.post_attention_layernorm.weight",
 }
+# S2D2's table of configurations (specs, S2D2 section 6). By these numbers the conservative
+# one verifies every draft and the other few, whatever the published text says.
+_S2D2 = {
+    "decoder": "s2d2",
+    "block_length": 32,
+    "token_acceptance_estimator": "soft_entropy_negexp",
+    "do_verify_policy": "score_threshold",
+    "do_verify_score_type": "difference_static",
+    "score_penalty_coef": 4.0,
+}
 
 FAMILY = Family(
     name="llada2",
@@ -119,6 +129,18 @@ FAMILY = Family(
             "block_length": 32,
             "threshold": 0.95,
             "editing_threshold": 0.9,
+        },
+        "llada2.1-s2d2-conservative": {
+            **_S2D2,
+            "threshold": 0.95,
+            "editing_threshold": 0.9,
+            "do_verify_score_threshold": -5.0,
+        },
+        "llada2.1-s2d2-quality": {
+            **_S2D2,
+            "threshold": 0.7,
+            "editing_threshold": 0.5,
+            "do_verify_score_threshold": 0.0,
         },
     },
 )

@@ -7,6 +7,19 @@ hub carry neither block size nor mask id; the block size is in the name's suffix
 from dllm_jax.config import Family
 
 _DYNAMIC = {"decoder": "block", "remasking_strategy": "low_confidence_dynamic"}
+# S2D2's table of configurations (specs, S2D2 section 6); drafts there are sampled at
+# temperature 1 in the evaluations, and the most probable tokens in the demonstrations.
+_S2D2 = {
+    "decoder": "s2d2",
+    "remasking_strategy": "low_confidence_dynamic",
+    "threshold": 0.85,
+    "cache_ver": True,
+    "draft_ver": True,
+    "token_acceptance_estimator": "soft_entropy_negexp",
+    "do_verify_policy": "score_threshold",
+    "do_verify_score_type": "difference_static",
+    "do_verify_score_threshold": 0.0,
+}
 
 FAMILY = Family(
     name="sdar",
@@ -67,5 +80,7 @@ FAMILY = Family(
         "sdar-dynamic": {**_DYNAMIC, "block_length": 4, "threshold": 0.9},
         "sdar-dynamic-0.95": {**_DYNAMIC, "block_length": 4, "threshold": 0.95},
         "sdar-b32": {**_DYNAMIC, "block_length": 32, "threshold": 0.9},
+        "sdar-s2d2-a": {**_S2D2, "block_length": 4, "score_penalty_coef": 1.0},
+        "sdar-s2d2-b": {**_S2D2, "block_length": 16, "score_penalty_coef": 0.0},
     },
 )
