@@ -346,7 +346,7 @@ class _Run:
                 cache=request.decoder.cache(request.settings),
                 compile_seconds=round(self._compile_seconds, 4),
                 decode_seconds=round(self._decode_seconds, 4),
-                more=request.decoder.report(self.state.memory, row),
+                more=request.decoder.report(self.state, row),
             ),
             confidence=confidence.tolist(),
             unmask_forward=unmask_forward.tolist(),

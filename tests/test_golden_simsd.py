@@ -105,7 +105,7 @@ def _rounds(models, case, fold):
     state, found = _start(params, configs, settings, inputs), []
     while not state.done[0] and len(found) < len(case["rounds"]):
         after = _step(params, configs, settings, state)
-        if after.memory.rounds[0] > state.memory.rounds[0]:
+        if after.draft.rounds[0] > state.draft.rounds[0]:
             found.append((state, after))
         state = after
     return found
@@ -120,12 +120,12 @@ def _check_rounds(models, case, fold):
         slots = slice(cursor, cursor + length)
         was = np.asarray(before.canvas[0, slots])
         masked = was == MASK_ID
-        order = np.asarray(before.memory.order[0])[masked]
+        order = np.asarray(before.draft.order[0])[masked]
         drafted = order >= 0
         assert cursor == want["ctx_aligned"]
         assert was[~masked].tolist() == want["leftover"]
         assert order.tolist() == want["step_map"]
-        token = np.asarray(before.memory.token[0])[masked]
+        token = np.asarray(before.draft.token[0])[masked]
         assert token[drafted].tolist() == np.array(want["draft_ids"])[drafted].tolist()
         now = np.asarray(after.canvas[0, slots])[masked]
         assert now[now != MASK_ID].tolist() == want["final_ids"]
@@ -151,10 +151,10 @@ def test_rounds(models, case):
     assert stored - 1 <= forwards.commit[0] <= stored
     work = published["draft"]["denoise"] + published["draft"].get("prefill", 0)
     assert forwards.draft[0] - forwards.commit[0] == work
-    stats, memory = case["stats"], final.memory
-    assert memory.accepted.sum() == stats["total_real_drafted_accepted"]
+    stats, draft = case["stats"], final.draft
+    assert draft.accepted.sum() == stats["total_real_drafted_accepted"]
     if case["cfg"]["draft_steps_per_block"] < 0:
-        assert memory.examined.sum() == stats["total_real_drafted_seen"]
+        assert draft.examined.sum() == stats["total_real_drafted_seen"]
 
 
 @pytest.mark.parametrize("name", _FOLDED)
@@ -181,13 +181,13 @@ def test_several_blocks_in_one_verification(models, golden_dir):
     settings = traced_settings(settings)
     inputs = decode_inputs([case["prompt_ids"]], 64, MASK_ID, _PROMPT)
     before, rounds = _start(params, configs, settings, inputs), case["rounds"][:count]
-    while not before.memory.ready[0]:
+    while not before.draft.ready[0]:
         before = _step(params, configs, settings, before)
     after = _step(params, configs, settings, before)
     drafted = [token for r in rounds for token in r["draft_ids"]]
-    assert before.memory.token[0].tolist() == drafted
+    assert before.draft.token[0].tolist() == drafted
     order = [step for r in rounds for step in r["step_map"]]
-    assert before.memory.order[0].tolist() == order
+    assert before.draft.order[0].tolist() == order
     final = [token for r in rounds for token in r.get("final_ids", [])]
     begin = len(case["prompt_ids"])
     window = after.canvas[0, begin : begin + count * length].tolist()

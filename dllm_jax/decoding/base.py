@@ -90,6 +90,8 @@ class DecodeInputs(NamedTuple):
 class DecodeState:
     """A batch between two steps of the loop. Rows never look at each other.
 
+    A decoder that remembers more has a state of its own, derived from this one.
+
     C is the canvas: prompt, generated slots, and slack of one block. A slot behind the
     prompt is masked exactly where it holds the mask id: prompts are checked not to contain
     it, and no rule ever proposes it.
@@ -109,7 +111,6 @@ class DecodeState:
     forwards: Forwards
     confidence: Any  # [B, C] float32, of each token when it was unmasked
     unmask_forward: Any  # [B, C] int32, number of the forward that unmasked it, from 0
-    memory: Any = None  # what else a decoder remembers from step to step, [B, ..] leaves
 
 
 def setting(
@@ -203,8 +204,8 @@ class Decoder(NamedTuple):
     most_steps: Callable[[Any, int], int | jax.Array] = two_a_slot
     # whether it needs a model that drafts
     drafts: bool = False
-    # (memory, row) -> what else its statistics are, JSON-ready
-    report: Callable[[Any, int], dict[str, Any]] = lambda memory, row: {}
+    # (state, row) -> what else its statistics are, JSON-ready
+    report: Callable[[Any, int], dict[str, Any]] = lambda state, row: {}
 
 
 DECODERS: dict[str, Decoder] = {}

@@ -90,6 +90,13 @@ class Votes:
     weight: Any  # [B, W, W] float32
 
 
+@struct.dataclass
+class CreditState(DecodeState):
+    """A batch between two steps."""
+
+    votes: Votes
+
+
 def resolve(settings: CreditSettings, config: ModelConfig) -> CreditSettings:
     """Checks everything; raises ValueError."""
     check_choices(settings)
@@ -108,13 +115,13 @@ def resolve(settings: CreditSettings, config: ModelConfig) -> CreditSettings:
 
 def init(
     fns: ModelFns, settings: CreditSettings, inputs: DecodeInputs, canvas_length: int
-) -> DecodeState:
+) -> CreditState:
     """`fast_dllm`'s state, and no votes."""
     state = fast_dllm.init(fns, settings, inputs, canvas_length)
     width = window_width(settings.block_length, canvas_length)
     shape = (state.canvas.shape[0], width, width)
     votes = Votes(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    return state.replace(memory=votes)
+    return CreditState(**vars(state), votes=votes)
 
 
 def _vote(
@@ -142,13 +149,13 @@ def _credit(votes: Votes, vocab_size: int) -> jax.Array:
     return add(votes.token, votes.weight)
 
 
-def step(fns: ModelFns, settings: CreditSettings, state: DecodeState) -> DecodeState:
+def step(fns: ModelFns, settings: CreditSettings, state: CreditState) -> CreditState:
     """One forward of the batch: each row votes, and unmasks slots of its open block."""
     window = open_window(fns, settings.block_length, state)
     hidden, state = look(fns, settings.cache, state, window)
     logits = fns.logits(hidden)
     first_choice = sampling.propose(logits, fns.config.mask_id)
-    votes = _vote(settings, state.memory, window, first_choice, state.step)
+    votes = _vote(settings, state.votes, window, first_choice, state.step)
     credit = _credit(votes, logits.shape[-1])
     logits = logits + settings.alpha * jnp.log1p(credit)
     keys = slot_keys(state, window, state.step)
@@ -158,7 +165,7 @@ def step(fns: ModelFns, settings: CreditSettings, state: DecodeState) -> DecodeS
     passing = confidence >= jnp.minimum(settings.threshold, best - _AS_GOOD)
     chosen = unmasking.best_and(passing, confidence, window.masked)
     state, _ = canvas.unmask(state, window.index[:, 0], window.index, proposal, chosen)
-    state = state.replace(memory=votes)
+    state = state.replace(votes=votes)
     return close(fns, state, window, state.step + 1, early_stop=settings.early_stop)
 
 

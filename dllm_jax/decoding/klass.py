@@ -87,8 +87,8 @@ class KLASSSettings(SamplingSettings):
 
 
 @struct.dataclass
-class Memory:
-    """What the next step compares with."""
+class KLASSState(DecodeState):
+    """A batch between two steps, and what the next one compares with."""
 
     hidden: Any  # [B, C, D] of the forward before
     history: Any  # [B, W, n] float32, the open block's KL divergences, the newest last
@@ -111,7 +111,7 @@ def resolve(settings: KLASSSettings, config: ModelConfig) -> KLASSSettings:
 
 def init(
     fns: ModelFns, settings: KLASSSettings, inputs: DecodeInputs, canvas_length: int
-) -> DecodeState:
+) -> KLASSState:
     """Lays out the canvas; nothing was seen before.
 
     Args:
@@ -124,10 +124,11 @@ def init(
     hidden = jax.eval_shape(lambda s: run_canvas(fns, s.canvas, s.end), state)
     width = window_width(settings.block_length, canvas_length)
     history = (state.canvas.shape[0], width, settings.kl_history_length)
-    memory = Memory(
-        jnp.zeros(hidden.shape, hidden.dtype), jnp.full(history, jnp.inf, jnp.float32)
+    return KLASSState(
+        **vars(state),
+        hidden=jnp.zeros(hidden.shape, hidden.dtype),
+        history=jnp.full(history, jnp.inf, jnp.float32),
     )
-    return state.replace(memory=memory)
 
 
 def _divergence(now: jax.Array, before: jax.Array) -> jax.Array:
@@ -136,16 +137,16 @@ def _divergence(now: jax.Array, before: jax.Array) -> jax.Array:
     return jnp.sum(jnp.exp(now) * (now - before), axis=-1)
 
 
-def step(fns: ModelFns, settings: KLASSSettings, state: DecodeState) -> DecodeState:
+def step(fns: ModelFns, settings: KLASSSettings, state: KLASSState) -> KLASSState:
     """One forward of the batch: each row unmasks slots of its open block."""
     window = open_window(fns, settings.block_length, state)
-    masked, memory = window.masked, state.memory
+    masked = window.masked
     hidden = run_canvas(fns, state.canvas, state.end)
     logits = fns.logits(predict(fns.config, hidden, window.index))
-    before = fns.logits(predict(fns.config, memory.hidden, window.index))
+    before = fns.logits(predict(fns.config, state.hidden, window.index))
     change = _divergence(logits, before)
     change = jnp.where(state.forwards.denoise[:, None] == 0, jnp.inf, change)
-    history = jnp.where(state.step[:, None, None] == 0, jnp.inf, memory.history)
+    history = jnp.where(state.step[:, None, None] == 0, jnp.inf, state.history)
     history = jnp.concatenate([history[..., 1:], change[..., None]], axis=-1)
     keys = slot_keys(state, window, state.step)
     proposal = propose_plain(settings, fns.config, logits, keys)
@@ -165,7 +166,8 @@ def step(fns: ModelFns, settings: KLASSSettings, state: DecodeState) -> DecodeSt
 
     state, _ = canvas.unmask(state, window.index[:, 0], window.index, proposal, chosen)
     state = state.replace(
-        memory=Memory(hidden, history),
+        hidden=hidden,
+        history=history,
         forwards=state.forwards.add(jnp.where(state.done, 0, state.end)),
     )
     return close(fns, state, window, state.step + 1, early_stop=settings.early_stop)

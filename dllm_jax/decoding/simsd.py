@@ -147,6 +147,13 @@ class Draft:
     rounds: Any  # [B] int32, verifications
 
 
+@struct.dataclass
+class SimSDState(DecodeState):
+    """A batch between two steps; its cache is the target's."""
+
+    draft: Draft
+
+
 def resolve(settings: SimSDSettings, config: ModelConfig) -> SimSDSettings:
     """Fills in what was not given and checks everything; raises ValueError."""
     as_block = block.BlockSettings(
@@ -204,7 +211,7 @@ def _resolve_exact(settings: SimSDSettings) -> SimSDSettings:
 
 def init(
     fns: ModelFns, settings: SimSDSettings, inputs: DecodeInputs, canvas_length: int
-) -> DecodeState:
+) -> SimSDState:
     """The state after each model's `block.prefill`."""
     length = settings.block_length
     width = settings.draft_blocks * length
@@ -218,7 +225,7 @@ def init(
         jnp.zeros(shape, jnp.int32),
         layouts.block_causal(jnp.zeros(shape, jnp.int32), length),
     )
-    memory = Draft(
+    draft = Draft(
         cache=drafter.cache,
         token=jnp.zeros(shape, jnp.int32),
         order=jnp.full(shape, UNDRAFTED, jnp.int32),
@@ -231,12 +238,12 @@ def init(
         rounds=jnp.zeros((batch,), jnp.int32),
     )
     prefilled = drafter.forwards
+    state = SimSDState(**vars(state), draft=draft)
     return state.replace(
-        memory=memory,
         forwards=state.forwards.replace(
             draft=prefilled.prefill,
             positions=state.forwards.positions + prefilled.positions,
-        ),
+        )
     )
 
 
@@ -254,20 +261,20 @@ class _Open(NamedTuple):
         return jnp.where(self.drafted, draft.token, self.token)
 
 
-def _open(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> _Open:
+def _open(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> _Open:
     length = settings.block_length
     offsets = jnp.arange(settings.draft_blocks * length, dtype=jnp.int32)
     index = state.cursor[:, None] + offsets
     token = canvas.read(state.canvas, index)
     last = (state.end + length - 1) // length * length
     masked = (token == fns.config.mask_id) & (index < last[:, None])
-    drafted = masked & (state.memory.order != UNDRAFTED)
+    drafted = masked & (state.draft.order != UNDRAFTED)
     return _Open(index, token, masked, drafted, offsets // length)
 
 
 def _run(
     fns: ModelFns,
-    state: DecodeState,
+    state: SimSDState,
     cache: KVCache,
     rows: jax.Array,
     tokens: jax.Array,
@@ -309,10 +316,10 @@ def _run(
     return hidden, append(cache, k, v, stored, lacking), lacking
 
 
-def step(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
+def step(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDState:
     """One forward of the batch by one of the models, or two that only store."""
     active = ~state.done
-    drafting = active & ~state.memory.ready
+    drafting = active & ~state.draft.ready
 
     def work(state):
         return jax.lax.cond(
@@ -330,25 +337,25 @@ def step(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeSt
     )
 
 
-def _store(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
+def _store(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDState:
     """Stores finished blocks in both caches, and does nothing else (`fold=False`)."""
-    length, memory = settings.block_length, state.memory
+    length, draft = settings.block_length, state.draft
     offsets = jnp.arange(settings.draft_blocks * length, dtype=jnp.int32)
     index = state.cache.length[:, None] + offsets
     lacking = jnp.where(state.done, 0, state.cursor - state.cache.length)
     fields = layouts.block_causal(index, length, offsets < lacking[:, None])
     tokens = canvas.read(state.canvas, index)
     own = fns.forward(tokens, fields, state.cache)
-    draft = fns.draft.forward(tokens, fields, memory.cache)
-    cache = append(memory.cache, draft.k, draft.v, fields, lacking)
+    other = fns.draft.forward(tokens, fields, draft.cache)
+    cache = append(draft.cache, other.k, other.v, fields, lacking)
     return state.replace(
         cache=append(state.cache, own.k, own.v, fields, lacking),
-        memory=memory.replace(cache=cache),
+        draft=draft.replace(cache=cache),
         forwards=state.forwards.add(2 * lacking, commit=lacking > 0, draft=lacking > 0),
     )
 
 
-def _keys(state: DecodeState, count: jax.Array, stream: int) -> jax.Array:
+def _keys(state: SimSDState, count: jax.Array, stream: int) -> jax.Array:
     """A key a row for its forward number `count` int32 `[B]`; equal in every batch."""
     return jax.vmap(lambda key, n: jax.random.fold_in(jax.random.fold_in(key, n), stream))(
         state.rng_key, count
@@ -374,23 +381,23 @@ def _propose(
     )
 
 
-def _draft(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
+def _draft(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDState:
     """One forward of the drafter: a denoising step of rows whose draft is not complete."""
-    length, memory = settings.block_length, state.memory
-    rows = ~state.done & ~memory.ready
+    length, draft = settings.block_length, state.draft
+    rows = ~state.done & ~draft.ready
     window = _open(fns, settings, state)
     hidden, cache, stored = _run(
         fns.draft,
         state,
-        memory.cache,
+        draft.cache,
         rows,
-        window.filled(memory),
+        window.filled(draft),
         layouts.block_causal(window.index, length),
         settings,
     )
     keys = _keys(state, state.forwards.draft, _DRAWS)
     proposal = _propose(fns.draft, settings, hidden, keys)
-    here = window.number == memory.block[:, None]
+    here = window.number == draft.block[:, None]
     left = window.masked & ~window.drafted & here & rows[:, None]
     chosen = _choose_draft(settings, proposal, left, state)
     width = window.index.shape[1]
@@ -400,22 +407,22 @@ def _draft(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> Decode
     step = state.step + rows.astype(jnp.int32)
     most = settings.draft_steps_per_block
     over = ~jnp.any(left & ~chosen, axis=-1) | ((most > 0) & (step >= most))
-    behind = window.number > memory.block[:, None]
+    behind = window.number > draft.block[:, None]
     complete = over & ~jnp.any(window.masked & behind, axis=-1)
     complete |= _count(chosen) >= room
-    memory = memory.replace(
+    draft = draft.replace(
         cache=cache,
-        token=jnp.where(chosen, proposal.token, memory.token),
-        order=jnp.where(chosen, state.step[:, None], memory.order),
-        hidden=jnp.where(chosen[..., None], hidden, memory.hidden),
-        block=memory.block + (rows & over & ~complete).astype(jnp.int32),
-        ready=memory.ready | (rows & complete),
+        token=jnp.where(chosen, proposal.token, draft.token),
+        order=jnp.where(chosen, state.step[:, None], draft.order),
+        hidden=jnp.where(chosen[..., None], hidden, draft.hidden),
+        block=draft.block + (rows & over & ~complete).astype(jnp.int32),
+        ready=draft.ready | (rows & complete),
     )
     # The exact verifier counts the steps of its only block.
     step = jnp.where(rows & over & ~complete, 0, step)
     positions = jnp.where(rows, width, 0) + stored
     return state.replace(
-        step=step, memory=memory, forwards=state.forwards.add(positions, draft=rows)
+        step=step, draft=draft, forwards=state.forwards.add(positions, draft=rows)
     )
 
 
@@ -427,12 +434,12 @@ def _choose_draft(
     settings: SimSDSettings,
     proposal: sampling.Proposal,
     left: jax.Array,
-    state: DecodeState,
+    state: SimSDState,
 ) -> jax.Array:
     """The slots that a step of the drafter unmasks, of the masked ones `left`."""
     if settings.verification == "exact":
         # As the target would in its own decoding, or no step could ever be accepted.
-        number = state.memory.block_step + state.step
+        number = state.draft.block_step + state.step
         return block.choose(settings, proposal, left, number, state.rng_key)
     # Spread over the steps that are left, by what is left (specs, SimSD 4.2).
     remaining = _count(left)
@@ -457,9 +464,9 @@ class _Verdict(NamedTuple):
     steps: jax.Array  # [B] int32, the target's own steps that this is worth (exact)
 
 
-def _verify(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> DecodeState:
+def _verify(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDState:
     """One forward of the target: judges all drafts, commits, and opens what is next."""
-    length, memory = settings.block_length, state.memory
+    length, draft = settings.block_length, state.draft
     rows = ~state.done
     window = _open(fns, settings, state)
     judge = _verify_exactly if settings.verification == "exact" else _verify_pairs
@@ -482,29 +489,29 @@ def _verify(fns: ModelFns, settings: SimSDSettings, state: DecodeState) -> Decod
     def histogram(slots):
         return jnp.sum(slots[..., None] & at, axis=1, dtype=jnp.int32)
 
-    steps = jnp.where(moving > 0, 0, memory.block_step + verdict.steps)
-    memory = memory.replace(
-        order=jnp.where(rows[:, None], UNDRAFTED, memory.order),
-        block=jnp.where(rows, 0, memory.block),
-        ready=memory.ready & ~rows,
-        block_step=jnp.where(rows, steps, memory.block_step),
-        examined=memory.examined + histogram(verdict.examined),
-        accepted=memory.accepted + histogram(verdict.accepted),
-        rounds=memory.rounds + rows.astype(jnp.int32),
+    steps = jnp.where(moving > 0, 0, draft.block_step + verdict.steps)
+    draft = draft.replace(
+        order=jnp.where(rows[:, None], UNDRAFTED, draft.order),
+        block=jnp.where(rows, 0, draft.block),
+        ready=draft.ready & ~rows,
+        block_step=jnp.where(rows, steps, draft.block_step),
+        examined=draft.examined + histogram(verdict.examined),
+        accepted=draft.accepted + histogram(verdict.accepted),
+        rounds=draft.rounds + rows.astype(jnp.int32),
     )
     return state.replace(
         cursor=state.cursor + moving * length,
         step=jnp.where(rows, 0, state.step),
         done=state.done | enough,
-        memory=memory,
+        draft=draft,
         forwards=state.forwards.add(jnp.where(rows, positions, 0), verify=rows),
     )
 
 
 def _verify_pairs(fns, settings, state, rows, window: _Open):
     """The paired row; see `_Verdict`. Also the target's cache and the row's tokens."""
-    length, memory = settings.block_length, state.memory
-    masked, order, width = window.masked, memory.order, window.index.shape[1]
+    length, draft = settings.block_length, state.draft
+    masked, order, width = window.masked, draft.order, window.index.shape[1]
     role = jnp.where(masked, layouts.DATA, layouts.KNOWN)
     copies = window.index
     if not settings.share_mask_position:
@@ -517,7 +524,7 @@ def _verify_pairs(fns, settings, state, rows, window: _Open):
         length,
         jnp.concatenate([jnp.ones_like(masked), masked], axis=1),
     )
-    data = window.filled(memory)
+    data = window.filled(draft)
     tokens = jnp.concatenate([data, jnp.full_like(data, fns.config.mask_id)], axis=1)
     hidden, cache, stored = _run(fns, state, state.cache, rows, tokens, fields, settings)
     hidden = hidden[:, width:]
@@ -526,7 +533,7 @@ def _verify_pairs(fns, settings, state, rows, window: _Open):
         target = _propose(fns, settings, hidden, state.rng_key)
         # What an early stop left is the target's to say.
         examined |= masked & (settings.draft_steps_per_block > 0)
-        agrees = (target.token == memory.token) | (masked & ~window.drafted)
+        agrees = (target.token == draft.token) | (masked & ~window.drafted)
         bonus = drafted = target
     else:
         number = state.forwards.verify
@@ -534,7 +541,7 @@ def _verify_pairs(fns, settings, state, rows, window: _Open):
             fns,
             settings,
             hidden,
-            memory,
+            draft,
             jax.vmap(lambda key: jax.random.uniform(key, (width,)))(
                 _keys(state, number, _UNIFORMS)
             ),
@@ -598,7 +605,7 @@ def residual_of_rejection(
     return jnp.where(p > 0.0, sampling.residual(target, drafter), target)
 
 
-def _rejection_sampling(fns, settings, hidden, memory: Draft, uniform, keys):
+def _rejection_sampling(fns, settings, hidden, draft: Draft, uniform, keys):
     """Which drafted tokens are kept, with their probabilities; and what replaces one.
 
     Both distributions are after temperature and filters, and without the mask token.
@@ -610,9 +617,9 @@ def _rejection_sampling(fns, settings, hidden, memory: Draft, uniform, keys):
         logits = jnp.where(is_mask, jnp.finfo(jnp.float32).min, logits)
         return sampling.distribution(logits, _knobs(settings), True, settings.filtered)
 
-    p, q = distribution(fns.draft, memory.hidden), distribution(fns, hidden)
-    agrees = judge_by_ratio(memory.token, p, q, uniform)
-    left = residual_of_rejection(memory.token, p, q)
+    p, q = distribution(fns.draft, draft.hidden), distribution(fns, hidden)
+    agrees = judge_by_ratio(draft.token, p, q, uniform)
+    left = residual_of_rejection(draft.token, p, q)
     drawn = jax.vmap(lambda key, w: jax.random.categorical(key, jnp.log(w)))(keys, left)
     drawn = drawn.astype(jnp.int32)
 
@@ -620,12 +627,12 @@ def _rejection_sampling(fns, settings, hidden, memory: Draft, uniform, keys):
         share = jnp.take_along_axis(q, token[..., None], axis=-1)[..., 0]
         return sampling.Proposal(token, share, jnp.zeros_like(share))
 
-    return agrees, proposal(memory.token), proposal(drawn)
+    return agrees, proposal(draft.token), proposal(drawn)
 
 
 def _verify_exactly(fns, settings, state, rows, window: _Open):
     """Every state of the block at once; see `_Verdict`. Also the cache and the tokens."""
-    length, memory = settings.block_length, state.memory
+    length, draft = settings.block_length, state.draft
     batch = state.cursor.shape[0]
     number = jnp.arange(length, dtype=jnp.int32)
     drafted_steps = state.step  # a state before each of them, and none behind the last
@@ -633,9 +640,9 @@ def _verify_exactly(fns, settings, state, rows, window: _Open):
     def widen(x):  # [B, T] -> [B, S, T], the same in every state
         return jnp.broadcast_to(x[:, None], (batch, length, length))
 
-    shown = widen(window.drafted) & (widen(memory.order) < number[:, None])
+    shown = widen(window.drafted) & (widen(draft.order) < number[:, None])
     hole = widen(window.masked) & ~shown
-    before = jnp.where(shown, widen(memory.token), widen(window.token))
+    before = jnp.where(shown, widen(draft.token), widen(window.token))
     tokens = jnp.where(hole, fns.config.mask_id, before)
     exists = number < drafted_steps[:, None]  # [B, S]
 
@@ -659,13 +666,13 @@ def _verify_exactly(fns, settings, state, rows, window: _Open):
         return x.reshape(batch * length, length)
 
     target = sampling.Proposal(*map(by_state, target))
-    steps = (memory.block_step[:, None] + number).reshape(-1)
+    steps = (draft.block_step[:, None] + number).reshape(-1)
     keys = jnp.repeat(state.rng_key, length)
     own = block.choose(settings, target, hole.reshape(-1, length), steps, keys)
     own = own.reshape(tokens.shape)
     target = sampling.Proposal(*(x.reshape(tokens.shape) for x in target))
-    drafted = widen(window.drafted) & (widen(memory.order) == number[:, None])
-    same_tokens = jnp.all(~own | (target.token == widen(memory.token)), axis=-1)
+    drafted = widen(window.drafted) & (widen(draft.order) == number[:, None])
+    same_tokens = jnp.all(~own | (target.token == widen(draft.token)), axis=-1)
     agrees = jnp.all(own == drafted, axis=-1) & same_tokens
     accepted, first = accept_prefix(agrees, exists)  # of states
     worth = accepted | first
@@ -679,7 +686,7 @@ def _verify_exactly(fns, settings, state, rows, window: _Open):
         chosen=jnp.any(chosen, axis=1),
         examined=jnp.any(drafted & worth[..., None], axis=1),
         accepted=jnp.any(drafted & accepted[..., None], axis=1),
-        place=memory.order,
+        place=draft.order,
         steps=_count(worth),
     )
     return verdict, cache, drafted_steps * length + stored
@@ -697,15 +704,15 @@ def cache_label(settings: SimSDSettings) -> str:
     return "exact" if exact else "approximate (paired verification)"
 
 
-def report(memory: Draft, row: int) -> dict[str, Any]:
+def report(state: SimSDState, row: int) -> dict[str, Any]:
     """A row's acceptance: drafted tokens judged and accepted, by their place in the draft.
 
     Tokens behind a rejection are not judged and do not count (specs, SimSD 5). In exact
     verification the place is the step in which the drafter unmasked the token.
     """
-    examined = np.asarray(memory.examined[row])
-    accepted = np.asarray(memory.accepted[row])
-    rounds = int(memory.rounds[row])
+    examined = np.asarray(state.draft.examined[row])
+    accepted = np.asarray(state.draft.accepted[row])
+    rounds = int(state.draft.rounds[row])
     return {
         "rounds": rounds,
         "examined": examined.tolist(),

@@ -10,6 +10,8 @@ no mask, and ends its row no earlier.
 Exact: the whole canvas in every forward.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -63,6 +65,13 @@ class WINOSettings(SamplingSettings):
     )
 
 
+@struct.dataclass
+class WINOState(DecodeState):
+    """A batch between two steps."""
+
+    unmasked: Any  # [B] int32, slots that the step before unmasked
+
+
 def resolve(settings: WINOSettings, config: ModelConfig) -> WINOSettings:
     """Checks everything; raises ValueError."""
     if config.attention != "bidirectional" or config.logit_alignment != "same":
@@ -77,8 +86,8 @@ def resolve(settings: WINOSettings, config: ModelConfig) -> WINOSettings:
 
 def init(
     fns: ModelFns, settings: WINOSettings, inputs: DecodeInputs, canvas_length: int
-) -> DecodeState:
-    """Lays out the canvas; `memory` is how many slots the step before unmasked, `[B]`.
+) -> WINOState:
+    """Lays out the canvas.
 
     Args:
       fns: the model.
@@ -88,7 +97,7 @@ def init(
     """
     del settings
     state = canvas.lay_out(fns, inputs, canvas_length)
-    return state.replace(memory=jnp.zeros_like(state.cursor))
+    return WINOState(**vars(state), unmasked=jnp.zeros_like(state.cursor))
 
 
 def _run(fns: ModelFns, state: DecodeState, window: Window) -> tuple[jax.Array, jax.Array]:
@@ -104,10 +113,10 @@ def _run(fns: ModelFns, state: DecodeState, window: Window) -> tuple[jax.Array, 
     return own, hidden[:, slots:]
 
 
-def step(fns: ModelFns, settings: WINOSettings, state: DecodeState) -> DecodeState:
+def step(fns: ModelFns, settings: WINOSettings, state: WINOState) -> WINOState:
     """One forward of the batch: each row unmasks slots of its block, and masks some."""
     window = open_window(fns, settings.block_length, state)
-    masked, previous = window.masked, state.memory
+    masked, previous = window.masked, state.unmasked
     own, shadow = _run(fns, state, window)
     keys = slot_keys(state, window, state.step)
     proposal = propose_from_hidden(fns, settings, own, keys)
@@ -134,7 +143,7 @@ def step(fns: ModelFns, settings: WINOSettings, state: DecodeState) -> DecodeSta
     state = canvas.mask_again(fns, state, start, window.index, revoked)
     positions = state.end + count(window.inside)
     state = state.replace(
-        memory=count(chosen),
+        unmasked=count(chosen),
         forwards=state.forwards.add(jnp.where(state.done, 0, positions)),
     )
     return close(fns, state, window, state.step + 1, revocable=True)
