@@ -24,13 +24,12 @@ _SEED = 2026
 
 CASES: list[tuple[str, dict[str, Any]]] = []
 for _length in (4, 8, 16):
-    for _strategy in ("low_confidence_static", "low_confidence_dynamic"):
+    for _strategy in ("low_confidence_static", "low_confidence_dynamic", "sequential"):
         _shared = {"block_length": _length, "remasking_strategy": _strategy}
-        CASES += [
-            ("block", _shared),
-            ("simsd", {**_shared, "verification": "paired"}),
-            ("simsd", {**_shared, "verification": "exact"}),
-        ]
+        CASES.append(("block", _shared))
+        if _strategy != "sequential":  # paired verification has no such order
+            CASES.append(("simsd", {**_shared, "verification": "paired"}))
+        CASES.append(("simsd", {**_shared, "verification": "exact"}))
 
 
 def main() -> None:
@@ -40,14 +39,20 @@ def main() -> None:
         model={"default": "demo"},
         draft_model={"default": "demo-draft"},
         problems={"type": int, "default": 200},
+        strategy={"action": "append", "help": "only these; repeatable"},
     )
     count = 16 if args.quick else args.problems
+    wanted = [
+        case
+        for case in CASES
+        if not args.strategy or case[1]["remasking_strategy"] in args.strategy
+    ]
     model, drafter = (dllm_jax.load(name) for name in (args.model, args.draft_model))
     ratio = count_params(drafter.config) / count_params(model.config)
     problems = list(islice(generate_problems("test", _SEED), count))
     baseline: list[Any] = []
     rows = []
-    for decoder, given in CASES[:3] if args.quick else CASES:
+    for decoder, given in wanted[:3] if args.quick else wanted:
         pair = {"draft_model": drafter} if decoder == "simsd" else {}
         outputs = dllm_jax.generate(
             model,
