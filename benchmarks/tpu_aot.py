@@ -169,6 +169,7 @@ def compile_loop(
     batch: int,
     context: int,
     implementation: str = "auto",
+    kv_dtype: Any = jnp.bfloat16,
 ) -> tuple[Any, Any]:
     """The compiled loop of a decoder, and the shapes of its state."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology)
@@ -183,7 +184,7 @@ def compile_loop(
         )
 
     def fns(params):
-        return model_fns(params, config, implementation)
+        return model_fns(params, config, implementation, kv_dtype)
 
     params = param_shapes(config, jnp.bfloat16, placed)
     inputs = DecodeInputs(
@@ -210,7 +211,7 @@ def compile_loop(
 
 
 def ideal(
-    config: ModelConfig, chip: Chip, batch: int, tokens: int, cached: int
+    config: ModelConfig, chip: Chip, batch: int, tokens: int, cached: int, int8: bool
 ) -> tuple[float, float]:
     """Bytes and seconds of a forward that moves weights and cache once, at full speed."""
     bytes_, products = 0.0, 0.0
@@ -226,24 +227,35 @@ def ideal(
         bytes_ += used * size * (4 if info.float32 else 2)
         products += active * size
     heads = config.num_layers * config.head_dim
-    bytes_ += 2 * 2 * batch * heads * config.num_kv_heads * cached
+    slots = batch * config.num_layers * config.num_kv_heads * cached
+    bytes_ += 2 * slots * (config.head_dim + 4 if int8 else 2 * config.head_dim)
     flops = 2 * batch * tokens * products
     flops += 4 * batch * tokens * heads * config.num_heads * (cached + tokens)
     return bytes_, max(bytes_ / chip.bandwidth, flops / chip.flops)
 
 
 def measure(
-    model: str, chip_name: str, batch: int, context: int, decoder: str, settings: dict
+    model: str,
+    chip_name: str,
+    batch: int,
+    context: int,
+    decoder: str,
+    settings: dict[str, Any],
+    int8: bool = False,
 ) -> dict[str, Any]:
     """One line of the table."""
     config, chip = MODELS[model], CHIPS[chip_name]
     started = time.perf_counter()
-    compiled, state = compile_loop(config, decoder, settings, chip, batch, context)
+    kv_dtype = jnp.int8 if int8 else jnp.bfloat16
+    compiled, state = compile_loop(
+        config, decoder, settings, chip, batch, context, kv_dtype=kv_dtype
+    )
     memory = compiled.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
     cached = 0 if state.cache is None else context
-    layer_bytes = 2 * batch * config.num_kv_heads * config.head_dim * context
+    layer_bytes = batch * config.num_kv_heads * config.head_dim * context
+    layer_bytes *= 1 if int8 else 2
     calls: list[int] = []  # tokens a row of each call of the kernel
 
     def kernel(one: Instruction) -> Cost | None:
@@ -253,19 +265,21 @@ def measure(
         tokens = rows * kv_heads // config.num_heads
         calls.append(tokens)
         shape = (batch, tokens, config.num_heads, config.head_dim)
-        cost = attention_cost(shape, kv_heads, cached, itemsize=2, cached_itemsize=2)
+        size = 1 if int8 else 2
+        cost = attention_cost(shape, kv_heads, cached, 2, size, quantised=int8)
         at_best = max(cost.bytes_accessed / chip.bandwidth, cost.flops / chip.flops)
         return Cost(cost.bytes_accessed, at_best + 2e-6)
 
     text = compiled.as_text()
     forward = Reader(text, chip.clock, chip.bandwidth, layer_bytes, kernel).loop()
-    best_bytes, best_seconds = ideal(config, chip, batch, max(calls), cached)
+    best_bytes, best_seconds = ideal(config, chip, batch, max(calls), cached, int8)
     row = {
         "model": model,
         "chip": chip_name,
         "batch": batch,
         "context": context,
         "decoder": decoder,
+        "K/V": "int8" if int8 else "bfloat16",
         "cache GB": 2 * config.num_layers * layer_bytes / 1e9 if cached else 0.0,
         "args GB": memory.argument_size_in_bytes / 1e9,
         "temp GB": memory.temp_size_in_bytes / 1e9,
@@ -294,6 +308,7 @@ def main() -> None:
     parser.add_argument("--batch", action="append", type=int, help="default 1 8 32")
     parser.add_argument("--context", action="append", type=int, help="default 1024 8192")
     parser.add_argument("--decoder", choices=DECODERS, help="default: the model's own")
+    parser.add_argument("--int8-kv", action="store_true", help="int8 keys and values")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     args = parser.parse_args()
@@ -307,7 +322,7 @@ def main() -> None:
                 for context in args.context or (1024, 8192):
                     case = (model, chip, batch, context, decoder)
                     try:
-                        rows.append(measure(*case, settings))
+                        rows.append(measure(*case, settings, args.int8_kv))
                     except jax.errors.JaxRuntimeError as error:
                         # It needs too much memory, or its text is too new for this jaxlib.
                         failed.append((case, str(error).splitlines()[0][:200]))

@@ -91,7 +91,9 @@ def attend(
         raise ValueError(f"{implementation=} must be one of {', '.join(IMPLEMENTATIONS)}.")
     cached = None
     if cache is not None:
-        cached = CachedKV(cache.k, cache.v, cache.fields, cache.length)
+        cached = CachedKV(
+            cache.k, cache.v, cache.fields, cache.length, cache.k_scale, cache.v_scale
+        )
     inputs = (q, k, v, fields, cached, layer)
     if implementation != "auto":
         return _BACKENDS[implementation](*inputs)

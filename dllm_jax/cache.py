@@ -23,6 +23,8 @@ class KVCache:
     v: Any  # [L, B, K, S, H]
     fields: Any  # [B, 8, S] int32, packed as by `pack_key_fields`
     length: Any  # [B] int32, slots in use
+    k_scale: Any = None  # [L, B, K, S] float32 of int8 keys, else None
+    v_scale: Any = None  # [L, B, K, S] float32 of int8 values, else None
 
 
 def cache_slots(tokens: int) -> int:
@@ -35,14 +37,35 @@ def cache_slots(tokens: int) -> int:
 
 
 def init_cache(config: ModelConfig, batch: int, slots: int, dtype: Any) -> KVCache:
-    """An empty cache with room for `slots` tokens in each of `batch` rows."""
+    """An empty cache with room for `slots` tokens in each of `batch` rows.
+
+    Of `dtype` int8 it has a float32 scale for each key and each value, and is approximate:
+    a number is off by at most half a 127th of the largest of its vector.
+    """
     shape = (config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
+
+    def scale():
+        int8 = jnp.dtype(dtype) == jnp.int8
+        return jnp.zeros(shape[:-1], jnp.float32) if int8 else None
+
     return KVCache(
         k=jnp.zeros(shape, dtype),
         v=jnp.zeros(shape, dtype),
         fields=jnp.zeros((batch, NUM_CACHED_FIELDS, slots), jnp.int32),
         length=jnp.zeros((batch,), jnp.int32),
+        k_scale=scale(),
+        v_scale=scale(),
     )
+
+
+def _stored(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Fresh keys or values `[..., H]` as a cache of `dtype` keeps them, and the scales."""
+    if jnp.dtype(dtype) != jnp.int8:
+        return x.astype(dtype), None
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127.0
+    safe = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+    return jnp.round(x / safe[..., None]).astype(jnp.int8), scale
 
 
 def append(
@@ -66,18 +89,27 @@ def append(
       count: int32 `[B]`, how many of the T tokens to keep.
     """
 
-    def write(buffer, fresh, start):  # [L, K, S, H], [L, K, T, H]
-        return jax.lax.dynamic_update_slice(buffer, fresh, (0, 0, start, 0))
+    def write(axis, batch_axis):
+        """Writes `[.., T, ..]` into `[.., S, ..]` along an axis that counts rows out."""
 
-    def write_fields(buffer, fresh, start):  # [8, S], [8, T]
-        return jax.lax.dynamic_update_slice(buffer, fresh, (0, start))
+        def one(buffer, fresh, start):
+            at = [0] * buffer.ndim
+            at[axis] = start
+            return jax.lax.dynamic_update_slice(buffer, fresh, at)
 
-    rows = jax.vmap(write, in_axes=(1, 1, 0), out_axes=1)
-    return KVCache(
-        k=rows(cache.k, k.astype(cache.k.dtype), cache.length),
-        v=rows(cache.v, v.astype(cache.v.dtype), cache.length),
-        fields=jax.vmap(write_fields)(cache.fields, pack_key_fields(fields), cache.length),
+        rows = jax.vmap(one, (batch_axis, batch_axis, 0), batch_axis)
+        return lambda buffer, fresh: rows(buffer, fresh, cache.length)
+
+    k, k_scale = _stored(k, cache.k.dtype)
+    v, v_scale = _stored(v, cache.v.dtype)
+    into_layers, into_fields = write(2, 1), write(1, 0)
+    return cache.replace(
+        k=into_layers(cache.k, k),
+        v=into_layers(cache.v, v),
+        fields=into_fields(cache.fields, pack_key_fields(fields)),
         length=cache.length + count,
+        k_scale=None if k_scale is None else into_layers(cache.k_scale, k_scale),
+        v_scale=None if v_scale is None else into_layers(cache.v_scale, v_scale),
     )
 
 
@@ -100,17 +132,22 @@ def refill(
       count: int32 `[B]`, how many of the T tokens they keep.
     """
 
-    def put(buffer, fresh):  # [L, B, K, S, H], [L, B, K, T, H]
-        kept = buffer[..., : fresh.shape[3], :]
-        new = jnp.where(rows[:, None, None, None], fresh.astype(buffer.dtype), kept)
+    def put(buffer, fresh, axis, batch_axis):
+        """Fresh values in front along `axis`, in the given rows."""
+        if buffer is None:
+            return None
+        kept = jax.lax.slice_in_dim(buffer, 0, fresh.shape[axis], axis=axis)
+        which = rows.reshape([-1 if a == batch_axis else 1 for a in range(buffer.ndim)])
+        new = jnp.where(which, fresh, kept)
         return jax.lax.dynamic_update_slice(buffer, new, (0,) * buffer.ndim)
 
-    packed = pack_key_fields(fields)
-    kept = cache.fields[..., : packed.shape[-1]]
-    packed = jnp.where(rows[:, None, None], packed, kept)
+    k, k_scale = _stored(k, cache.k.dtype)
+    v, v_scale = _stored(v, cache.v.dtype)
     return KVCache(
-        k=put(cache.k, k),
-        v=put(cache.v, v),
-        fields=jax.lax.dynamic_update_slice(cache.fields, packed, (0, 0, 0)),
+        k=put(cache.k, k, 3, 1),
+        v=put(cache.v, v, 3, 1),
+        fields=put(cache.fields, pack_key_fields(fields), 2, 0),
         length=jnp.where(rows, count, cache.length),
+        k_scale=put(cache.k_scale, k_scale, 3, 1),
+        v_scale=put(cache.v_scale, v_scale, 3, 1),
     )

@@ -31,7 +31,7 @@ from dllm_jax.generate import (
     run_plan,
     stream_plan,
 )
-from dllm_jax.model import DEMO_MODELS, Model, load, load_config
+from dllm_jax.model import DEMO_MODELS, KV_DTYPES, Model, load, load_config
 from dllm_jax.prompts import MARKER, Prompt
 from dllm_jax.settings import presets, setting_fields
 
@@ -111,6 +111,12 @@ def make_parser() -> argparse.ArgumentParser:
         default="auto",
         choices=("auto", *DTYPES),
         help="of weights and cache; auto is bfloat16 on TPU and GPU, float32 on CPU",
+    )
+    group.add_argument(
+        "--kv-dtype",
+        default="auto",
+        choices=KV_DTYPES,
+        help="of cached keys and values; int8 is approximate (default: as the weights)",
     )
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "gpu", "tpu"))
     group.add_argument(
@@ -384,10 +390,10 @@ def _run(args: argparse.Namespace) -> None:
     shown = " ".join(f"{name}={value}" for name, value in request.describe().items())
     console.print(shown, highlight=False, markup=False)
     started = time.perf_counter()
-    model = load(args.model, dtype=args.dtype)
+    model = load(args.model, dtype=args.dtype, kv_dtype=args.kv_dtype)
     drafter = None
     if args.draft_model is not None:
-        drafter = load(args.draft_model, dtype=args.dtype)
+        drafter = load(args.draft_model, dtype=args.dtype, kv_dtype=args.kv_dtype)
     console.print(
         f"{args.model}: {model.dtype} on {len(jax.devices())} x {device.device_kind}, "
         f"loaded in {time.perf_counter() - started:.1f} s",

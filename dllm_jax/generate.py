@@ -303,6 +303,13 @@ class _Run:
         ended = np.isin(np.arange(len(self.state.done)), rows)
         self.state = self.state.replace(done=self.state.done | ended)
 
+    def _cache_label(self) -> str:
+        label = self._request.decoder.cache(self._request.settings)
+        cache = self.state.cache
+        if cache is None or cache.k_scale is None:
+            return label
+        return "approximate (int8)" if label == "exact" else f"{label}, int8"
+
     def output(self, row: int) -> Output:
         """The finished row."""
         model, request = self._model, self._request
@@ -343,7 +350,7 @@ class _Run:
                 forwards={**counts, "total": total},
                 positions=positions,
                 tokens_per_forward=generated / max(total, 1),
-                cache=request.decoder.cache(request.settings),
+                cache=self._cache_label(),
                 compile_seconds=round(self._compile_seconds, 4),
                 decode_seconds=round(self._decode_seconds, 4),
                 more=request.decoder.report(self.state, row),

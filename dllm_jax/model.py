@@ -30,6 +30,7 @@ from dllm_jax.params import Params
 from dllm_jax.tokenizer import Tokenizer
 
 DEMO_MODELS = ("demo", "demo-draft", "demo-llada")
+KV_DTYPES = ("auto", "int8")
 
 
 class Model:
@@ -41,23 +42,25 @@ class Model:
         config: ModelConfig,
         tokenizer: Tokenizer | None = None,
         name: str = "model",
+        kv_dtype: Any = None,
     ):
         self.params = params
         self.config = config
         self.tokenizer = tokenizer
         self.name = name
+        self.kv_dtype = kv_dtype  # of keys and values in caches; that of params if None
         self.num_traces = 0  # times that a program was traced, for tests
         self.compile_seconds = 0.0
         self._programs: dict[Any, Callable] = {}
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the parameters and the cache."""
+        """The dtype of the parameters."""
         return self.params.embed.dtype
 
     def fns(self, params: Params) -> ModelFns:
         """The model as decoders see it."""
-        return model_fns(params, self.config)
+        return model_fns(params, self.config, kv_dtype=self.kv_dtype)
 
     def run_program(self, key: tuple, build: Callable[[], Callable], args: tuple) -> Any:
         """Calls a jitted function, compiling it once for each key and argument shapes."""
@@ -85,18 +88,20 @@ def check_pair(model: ModelConfig, drafter: ModelConfig) -> None:
 
 
 def model_fns(
-    params: Params, config: ModelConfig, implementation: str = "auto"
+    params: Params,
+    config: ModelConfig,
+    implementation: str = "auto",
+    kv_dtype: Any = None,
 ) -> ModelFns:
     """Binds parameters, and the attention of `attention.attend`, to the transformer."""
+    kv_dtype = kv_dtype or params.embed.dtype
     return ModelFns(
         config=config,
         forward=functools.partial(
             transformer.forward, params, config, implementation=implementation
         ),
         logits=functools.partial(transformer.logits, params),
-        init_cache=lambda batch, slots: init_cache(
-            config, batch, slots, params.embed.dtype
-        ),
+        init_cache=lambda batch, slots: init_cache(config, batch, slots, kv_dtype),
         propose=functools.partial(head.propose_greedily, params, mask_id=config.mask_id),
     )
 
@@ -133,6 +138,7 @@ def load(
     name: str = "demo",
     *,
     dtype: str = "auto",
+    kv_dtype: str = "auto",
     family: str | None = None,
     mask_id: int | None = None,
 ) -> Model:
@@ -143,6 +149,8 @@ def load(
         "demo", "demo-draft", "demo-llada".
       dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on TPU and GPU,
         float32 on CPU.
+      kv_dtype: of cached keys and values: "int8" takes half of bfloat16's memory and
+        bandwidth and is approximate; "auto" is that of the weights.
       family: overrides what config.json says of the architecture (HF directories only).
       mask_id: overrides the mask id (HF directories only).
 
@@ -156,6 +164,8 @@ def load(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if dtype not in DTYPES:
         raise ValueError(f"{dtype=} must be one of auto, {', '.join(DTYPES)}.")
+    if kv_dtype not in KV_DTYPES:
+        raise ValueError(f"{kv_dtype=} must be one of {', '.join(KV_DTYPES)}.")
     path = resolve_model_path(name)
     if (path / SIDECAR).exists():
         if family is not None or mask_id is not None:
@@ -171,4 +181,5 @@ def load(
         params = read_hf_params(checkpoint, DTYPES[dtype])
     has_tokenizer = any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
     tokenizer = Tokenizer(path, config.mask_id) if has_tokenizer else None
-    return Model(params, config, tokenizer, os.fspath(name))
+    cached = jnp.int8 if kv_dtype == "int8" else None
+    return Model(params, config, tokenizer, os.fspath(name), cached)

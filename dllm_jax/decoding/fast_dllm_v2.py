@@ -192,6 +192,11 @@ def _forward(
     if not settings.use_block_cache:
         out = run(state.cursor, length, cache)
         return predictors(out.hidden, before), out.k, out.v
+    if cache.k_scale is not None:
+        raise ValueError(
+            "use_block_cache=True reads keys back from the cache: it needs kv_dtype='auto' "
+            "(it is 'int8')."
+        )
 
     seen = seen_by_sub_block(cache, settings, want.sub_block, want.offset)
     stale_k = _behind(cache.k, cache.length, length)
