@@ -41,7 +41,7 @@ def baselines(length: int) -> dict[str, tuple[str, dict[str, Any]]]:
     cases: dict[str, tuple[str, dict[str, Any]]] = {"ar": ("ar", {})}
     block = {"block_length": length}
     cases["static"] = ("block", {**block, "remasking_strategy": "low_confidence_static"})
-    for threshold in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95):
+    for threshold in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99):
         cases[f"dynamic {threshold}"] = ("block", {**block, "threshold": threshold})
     return cases
 
@@ -81,7 +81,10 @@ def switches(length: int) -> dict[str, tuple[str, dict[str, Any]]]:
         found[f"{rule}, reuse"] = reuse
         found[f"{rule}, reuse, bonus"] = {**reuse, "bonus_token": True}
         found[f"{rule}, reuse, fold, fold_verify"] = folded
-        found[f"{rule}, all"] = {**folded, "bonus_token": True}
+        every = {**folded, "bonus_token": True}
+        found[f"{rule}, all"] = every
+        routed = {**every, **_HYSTERESIS}
+        found[f"{rule}, all, hysteresis"] = routed
     return {name: ("s2d2", given) for name, given in found.items()}
 
 
