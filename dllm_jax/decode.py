@@ -280,15 +280,7 @@ def _set_up_jax(args: argparse.Namespace) -> None:
 
 def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
     table = Table(box=None, pad_edge=False)
-    columns = (
-        "#",
-        "prompt tokens",
-        "new tokens",
-        "forwards",
-        "tokens/forward",
-        "ends",
-        "cache",
-    )
+    columns = ("#", "prompt tokens", "new tokens", "forwards", "tokens/forward", "ends")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for index, out in enumerate(outputs):
@@ -305,7 +297,6 @@ def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
             f"{stats.forwards['total']}: {kinds}",
             f"{stats.tokens_per_forward:.2f}",
             out.finish_reason,
-            stats.cache,
         )
     console.print(table)
     first = outputs[0].stats
@@ -313,7 +304,7 @@ def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
     seconds = max(first.decode_seconds, 1e-9)
     console.print(
         f"compile {first.compile_seconds:.1f} s, decode {first.decode_seconds:.2f} s, "
-        f"{tokens / seconds:.0f} tokens/s without compilation",
+        f"{tokens / seconds:.0f} tokens/s without compilation; cache {first.cache}",
         highlight=False,
     )
 
