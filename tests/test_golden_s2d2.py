@@ -28,7 +28,7 @@ from replay import decode_inputs
 from safetensors.numpy import load_file
 from tiny import quick_compilation
 
-from dllm_jax import transformer
+from dllm_jax import generate, transformer
 from dllm_jax.decoding import DECODERS, routing, s2d2
 from dllm_jax.decoding.acceptance import Noise
 from dllm_jax.model import Model, load, model_fns
@@ -415,3 +415,21 @@ def _check_output(case, state, prompt):
     kept, judged = np.sum(case["acceptance"], axis=0) if case["acceptance"] else (0, 0)
     assert (int(state.kept[0]), int(state.judged[0])) == (kept, judged)
     assert whole or MASK_ID not in got
+
+
+def test_generate(golden_dir):
+    """The jitted loop, folded, on the case that draws nothing: it never verifies."""
+    cases = {case["name"]: case for case in _cases(golden_dir)}
+    case = cases.get("never_verify_b8")
+    if case is None:
+        pytest.skip("no golden cases of this family")
+    prompt, new, stop_ids = _request(case)
+    model = _load(golden_dir / "s2d2" / FAMILIES[case["family"]])
+    given = {**_given(case), "fold": True, "early_stop": True}
+    [out] = generate(
+        model, [prompt], "s2d2", max_new_tokens=new, stop_ids=stop_ids, **given
+    )
+    assert out.tokens == case["output_ids"][len(prompt) :][:new]
+    forwards = out.stats.forwards
+    assert forwards["verify"] == forwards["commit"] == 0
+    assert forwards["total"] < case["nfe"]
