@@ -234,8 +234,9 @@ class _Run:
     ):
         self._model, self._request, self._rows = model, request, rows
         self._drafter = drafter
-        self._params = (model.params, None if drafter is None else drafter.params)
-        self._pair = None if drafter is None else drafter.config
+        self._params, self._pair = model.params, None
+        if drafter is not None:
+            self._params, self._pair = (model.params, drafter.params), drafter.config
         self._compile_seconds = self._decode_seconds = 0.0
         self._settings = traced_settings(request.settings)
         inputs, canvas_length = _batch_inputs(request, model.config.mask_id, rows, indices)
@@ -248,12 +249,12 @@ class _Run:
         args = (self._params, self._settings, inputs)
         self.state: DecodeState = self._call(key, lambda: jax.jit(start), args)
 
-    def _fns(self, params: tuple[Any, Any]) -> ModelFns:
+    def _fns(self, params: Any) -> ModelFns:
         """The model as the decoder sees it, with its drafter."""
-        fns = self._model.fns(params[0])
         if self._drafter is None:
-            return fns
-        return fns._replace(draft=self._drafter.fns(params[1]))
+            return self._model.fns(params)
+        own, other = params
+        return self._model.fns(own)._replace(draft=self._drafter.fns(other))
 
     def _call(self, key: tuple, build: Callable[[], Callable], args: tuple) -> DecodeState:
         """Runs a program and books its time as compilation or decoding."""

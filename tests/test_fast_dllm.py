@@ -34,6 +34,7 @@ STRATEGIES = {
     "low_confidence": {"denoising_steps": 3},
     "low_entropy": {"denoising_steps": 4},
     "entropy": {"denoising_steps": 4},
+    "hierarchy": {"threshold": 0.6, "low_threshold": 0.3},
 }
 ALL = [
     *(("same", "none", name) for name in STRATEGIES),
@@ -81,6 +82,15 @@ def chosen_slots(strategy, settings, slots, step, size, confidence, entropy):
     if strategy == "entropy_threshold":
         limit = settings.entropy_threshold
         return {p for p in slots if entropy[p] <= limit} | {surest[0]}
+    if strategy == "hierarchy":
+        runs = [
+            [s for s in slots if s - slots.index(s) == start]
+            for start in {s - slots.index(s) for s in slots}
+        ]
+        leads = [min(run, key=lambda s: (-confidence[s], s)) for run in runs]
+        passing = {s for s in slots if confidence[s] > settings.threshold}
+        passing |= {s for s in leads if confidence[s] > settings.low_threshold}
+        return passing | {ranked[0]}
     if strategy == "low_confidence":
         return set(ranked[: quota(step, steps, size)])
     if strategy == "low_entropy":

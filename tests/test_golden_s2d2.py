@@ -226,8 +226,9 @@ def _close(got, want):
 def _additive_attention(length):
     """Attention whose scores get a 1 where a token may look, and else a 0."""
 
-    def attend(q, k, v, fields, cache, layer):
+    def attend(q, k, v, packed, cache, layer, implementation):
         assert cache is None
+        fields = packed.fields
         query, key = fields.position[:, :, None], fields.position[:, None]
         bias = (query // length >= key // length).astype(jnp.float32)
         padding = fields.visible_from[:, None] == NEVER
