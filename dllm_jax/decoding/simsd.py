@@ -44,11 +44,8 @@ from dllm_jax.decoding.base import (
     Decoder,
     DecodeState,
     ModelFns,
-    SamplingSettings,
     check_at_least,
-    check_choices,
     register,
-    resolve_sampling,
     setting,
 )
 from kernels_pallas import TokenFields
@@ -64,36 +61,14 @@ _UNIFORMS, _DRAWS = 0, 1  # streams of a verification
 
 
 @struct.dataclass
-class SimSDSettings(SamplingSettings):
-    """Settings of the `simsd` decoder."""
+class SimSDSettings(block.BlockSettings):
+    """Settings of the `simsd` decoder; those of `block` are of both models' denoising."""
 
-    block_length: int | None = setting(
-        None,
-        "tokens of a block; the model's own if not given",
-        aliases=("block_size",),
-        kind=int,
-    )
-    denoising_steps: int | None = setting(
-        None,
-        "steps over which the drafter spreads a block; block_length if not given",
-        aliases=("steps_per_block",),
-        traced=True,
-        kind=int,
-    )
     remasking_strategy: str = setting(
         "low_confidence_static",
         "which slots a step unmasks; exact verification takes all of them",
         choices=EXACT_STRATEGIES,
         aliases=("remasking", "strategy"),
-    )
-    threshold: float = setting(
-        0.9,
-        "low_confidence_dynamic: confidence above which (>) a slot is unmasked at once",
-        traced=True,
-        aliases=("confidence_threshold",),
-    )
-    eb_threshold: float = setting(
-        0.35, "entropy_bounded: nats that one step may unmask", traced=True
     )
     verification: str = setting(
         "paired",
@@ -123,12 +98,6 @@ class SimSDSettings(SamplingSettings):
     share_mask_position: bool = setting(
         True, "mask copies have the positions of their slots (off: an ablation)"
     )
-    fold: bool = setting(
-        True, "store a finished block in the next forward of each model (exact)"
-    )
-    early_stop: bool = setting(
-        True, "end a row as soon as all it returns is decided (same tokens)"
-    )
 
 
 @struct.dataclass
@@ -156,27 +125,11 @@ class SimSDState(DecodeState):
 
 def resolve(settings: SimSDSettings, config: ModelConfig) -> SimSDSettings:
     """Fills in what was not given and checks everything; raises ValueError."""
-    as_block = block.BlockSettings(
-        block_length=settings.block_length, denoising_steps=settings.denoising_steps
-    )
-    as_block = block.resolve(as_block, config)
-    settings = settings.replace(
-        block_length=as_block.block_length, denoising_steps=as_block.denoising_steps
-    )
-    check_at_least(
-        settings,
-        denoising_steps=1,
-        threshold=0.0,
-        eb_threshold=0.0,
-        draft_blocks=1,
-        num_draft_tokens=0,
-        draft_steps_per_block=0,
-    )
-    settings = resolve_sampling(settings)
     if settings.acceptance is None:
-        chosen = "mrs" if settings.sample else "greedy_match"
+        chosen = "mrs" if settings.temperature > 0.0 else "greedy_match"
         settings = settings.replace(acceptance=chosen)
-    check_choices(settings)
+    settings = block.resolve(settings, config)
+    check_at_least(settings, draft_blocks=1, num_draft_tokens=0, draft_steps_per_block=0)
     if settings.verification == "exact":
         return _resolve_exact(settings)
     if settings.remasking_strategy not in STRATEGIES:
