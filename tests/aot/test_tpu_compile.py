@@ -41,15 +41,39 @@ def test_the_kernel_compiles_for_every_generation():
     assert max(max(shares) for shares in report.values()) < 0.1
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-def test_the_loop_moves_weights_and_cache_once(chip, tmp_path):
-    """No copy of the cache, no temporaries of its size, few bytes beyond the ideal."""
+def _rows(tmp_path, *arguments: str) -> list[dict]:
+    """What the benchmark says of SDAR-1.7B's loop with 8 rows of 8192 tokens."""
     file = tmp_path / "report.json"
-    case = ("--model", "sdar-1.7b", "--batch", "8", "--context", "8192", "--chip", chip)
+    case = ("--model", "sdar-1.7b", "--batch", "8", "--context", "8192", *arguments)
     _run("benchmarks/tpu_aot.py", *case, "--json", str(file))
-    (row,) = json.loads(file.read_text())["rows"]
+    return json.loads(file.read_text())["rows"]
+
+
+def _check(row: dict) -> None:
+    """No copy of the cache, no temporaries of its size, few bytes beyond the ideal."""
     assert row["fits"] == "yes"
     assert row["copies"] == 0
     assert row["temp GB"] < 0.1 * row["cache GB"]
-    assert row["moved/ideal"] < 1.05
-    assert row["est/roof"] < 1.6
+    assert row["moved/ideal"] < 1.08
+
+
+@pytest.mark.parametrize("cache", [(), ("--int8-kv",)], ids=["bfloat16", "int8"])
+def test_the_loop_moves_weights_and_cache_once(cache, tmp_path):
+    rows = _rows(tmp_path, "--chip", "v5e", "--chip", "v6e", *cache)
+    assert [row["chip"] for row in rows] == ["v5e", "v6e"]
+    for row in rows:
+        _check(row)
+        assert row["moved/ideal"] < 1.05
+        assert row["est/roof"] < 1.5
+
+
+def test_the_loop_on_other_generations(tmp_path):
+    rows = _rows(tmp_path, "--chip", "v4", "--chip", "v5p")
+    assert [row["chip"] for row in rows] == ["v4", "v5p"]
+    for row in rows:
+        _check(row)
+
+
+def test_the_loop_of_a_decoder_that_verifies(tmp_path):
+    for row in _rows(tmp_path, "--chip", "v5e", "--decoder", "s2d2"):
+        _check(row)
