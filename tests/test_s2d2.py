@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -356,6 +357,21 @@ def test_one_trace_a_bucket(models):
     switched = {"cache_ver": True, "draft_ver": True, "reuse_verified": True}
     decode(model, prompts=prompts_of((9, 2, 30)), **changed, **switched)
     assert model.num_traces == before
+
+
+def test_values_of_settings_are_one_trace(models):
+    model = models["same"]
+    decode(model, **ROUTED)
+    _, (state, params, settings, _) = model.last_call
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(params, settings, state):
+        return s2d2.step(model.fns(params), settings, state)
+
+    for threshold in (0.1, 0.5, 0.9):
+        state = step(params, settings.replace(threshold=jnp.float32(threshold)), state)
+    assert state.forwards.positions.sum() > 0
 
 
 def test_stop_ids_and_the_mask_token(models):

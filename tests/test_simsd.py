@@ -129,6 +129,19 @@ def test_several_blocks_a_verification(target, drafters):
         assert alone.stats.positions == several.stats.positions
 
 
+def test_a_mixture_of_experts_drafts_for_itself(golden_dir):
+    """LLaDA2: block-causal too, and a block of its own length."""
+    model = load(str(golden_dir / "llada2"), dtype="float32", mask_id=253)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, 200, length).tolist() for length in (5, 20)]
+    request = {"max_new_tokens": 14, "block_length": 8}
+    request |= {"remasking_strategy": "low_confidence_dynamic", "threshold": 0.5}
+    own = generate(model, prompts, "block", **request)
+    exact = {"draft_model": model, "verification": "exact"}
+    drafted = generate(model, prompts, "simsd", **exact, **request)
+    assert [out.tokens for out in drafted] == [out.tokens for out in own]
+
+
 @pytest.fixture(scope="module")
 def demos():
     return load("demo"), load("demo-draft")
