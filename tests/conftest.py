@@ -5,10 +5,12 @@ from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is most of the suite's time, and what is compiled runs for milliseconds.
-_FLAGS = ["--xla_backend_optimization_level=0"]
-if version("jaxlib").startswith("0.10."):  # later ones refuse to start with it
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_backend_optimization_level=0"
+    # Later ones refuse to start with it.
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10.")
+)
 
 from pathlib import Path
 
