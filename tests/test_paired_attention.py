@@ -458,4 +458,4 @@ def test_auto_leaves_a_sharded_program_to_xla(monkeypatch):
         jax.sharding.use_abstract_mesh(mesh),
         pytest.raises(NotImplementedError, match="shard_map"),
     ):
-        _attend(*inputs, "pallas")
+        jax.eval_shape(lambda: _attend(*inputs, "pallas"))
