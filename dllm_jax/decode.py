@@ -280,7 +280,7 @@ def _set_up_jax(args: argparse.Namespace) -> None:
 
 def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
     table = Table(box=None, pad_edge=False)
-    columns = ("#", "prompt tokens", "new tokens", "forwards", "tokens/forward", "ends")
+    columns = ("#", "prompt", "new", "forwards", "tokens/forward", "ends")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for index, out in enumerate(outputs):
