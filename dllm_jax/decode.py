@@ -350,7 +350,8 @@ def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
     }
     config = load_config(args.model)
     if args.infill:
-        shared |= {key: value for key, value in generation.items() if value}
+        unset = (None, [])
+        shared |= {k: value for k, value in generation.items() if value not in unset}
         if args.marker is not None:
             shared["marker"] = args.marker
         if args.draft_model is not None:

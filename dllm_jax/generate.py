@@ -158,7 +158,9 @@ def plan_infill(
             raise ValueError(f"{name}={settings[name]!r} does not apply to infilling.")
     if not isinstance(marker, str) or len(marker) < 2:
         raise ValueError(f"{marker=} must be a text of at least two characters.")
-    request = plan(config, decoder, seed=seed, stop_ids=(), preset=preset, **settings)
+    # The row's own length counts, not the usual number of new tokens or a preset's.
+    unused = {"max_new_tokens": 1, "stop_ids": ()}
+    request = plan(config, decoder, seed=seed, preset=preset, **unused, **settings)
     return dataclasses.replace(request, max_new_tokens=0, marker=marker)
 
 

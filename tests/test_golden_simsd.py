@@ -17,7 +17,7 @@ from replay import decode_inputs
 
 from dllm_jax import layouts, sampling, transformer
 from dllm_jax.cache import append, init_cache
-from dllm_jax.decoding import DECODERS, simsd
+from dllm_jax.decoding import DECODERS, acceptance, simsd
 from dllm_jax.model import load, model_fns
 from dllm_jax.settings import resolve_settings, traced_settings
 
@@ -305,7 +305,7 @@ def test_rejection_rule(arrays, unit):
     uniform[: len(unit["uniforms"])] = unit["uniforms"][: len(token)]
     agrees = simsd.judge_by_ratio(token, p, q, uniform)
     examined = np.ones((1, len(token)), bool)
-    accepted, first = simsd.accept_prefix(agrees[None], examined)
+    accepted, first = acceptance.accept_prefix(agrees[None], examined)
     assert accepted.sum() == unit["n_accepted"]
     assert first.any() == (unit["n_accepted"] < len(token))
     if f"{name}/residual" in stored:
@@ -315,7 +315,7 @@ def test_rejection_rule(arrays, unit):
         assert left.argmax() == unit["bonus_token_if_argmax_of_residual"]
     greedy = unit["greedy_match"]
     same = jnp.asarray(token == q.argmax(axis=-1))[None]
-    accepted, first = simsd.accept_prefix(same, examined)
+    accepted, first = acceptance.accept_prefix(same, examined)
     assert accepted.sum() == greedy["n_accepted"]
     bonus = q.argmax(axis=-1)[np.asarray(first[0])].tolist()
     assert [*token[np.asarray(accepted[0])], *bonus] == greedy["final_ids"]

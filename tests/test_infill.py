@@ -163,6 +163,14 @@ def test_block_causal_models_say_what_they_can_do():
         plan_infill(CONFIG)
 
 
+def test_the_length_of_the_text_is_what_counts():
+    """Neither the usual number of new tokens nor a preset's must fit the model."""
+    small = dataclasses.replace(SAME, max_positions=32)
+    for given in ({}, {"preset": "klass-llada-gsm8k"}):
+        [out] = infill(ScriptedModel(TABLE, small), [[1, MASK, 3]], **given)
+        assert len(out.tokens) == 3
+
+
 def test_command_line(capsys):
     text = "A bag holds [MASK] red and [MASK:2] blue balls."
     arguments = ["--model", "demo-llada", "--infill", "--prompt", text]
@@ -172,6 +180,7 @@ def test_command_line(capsys):
     assert "infill=[MASK]" in done.err and "filled" in done.err
     for more, words in (
         (["--max-new-tokens", "4"], "max_new_tokens"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--marker", "?"], "marker='?'"),
         (["--stream"], "no --infill"),
         (["--model", "demo"], "block_causal"),

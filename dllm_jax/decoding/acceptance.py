@@ -101,6 +101,21 @@ def pick(
     return sampling.draw(jnp.where(is_mask, 0.0, weights), uniform)
 
 
+def accept_prefix(agrees: jax.Array, examined: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The examined places before the first that does not agree, and that one.
+
+    Args:
+      agrees: bool `[B, T]`.
+      examined: bool `[B, T]`; the others are passed over.
+
+    Returns:
+      bool `[B, T]` each.
+    """
+    fails = examined & ~agrees
+    before = jnp.cumsum(fails.astype(jnp.int32), axis=-1)
+    return examined & (before == 0), fails & (before == 1)
+
+
 def judge(
     settings: AcceptanceSettings,
     mask_id: int,
@@ -137,12 +152,8 @@ def judge(
         passes = token == pick(settings, verifier, mask_id, noise.accept)
     else:
         passes = noise.accept < ratio
-    rejected = span & ~passes
-    fails = jnp.any(rejected, axis=-1)
-    slot = jnp.argmax(rejected, axis=-1).astype(jnp.int32)
-    places = jnp.arange(span.shape[-1], dtype=jnp.int32)
-    kept = span & ((places < slot[:, None]) | ~fails[:, None])
-    here = (places == slot[:, None]) & fails[:, None]
+    kept, here = accept_prefix(passes, span)
+    slot = jnp.argmax(here, axis=-1).astype(jnp.int32)
     q = at(verifier, slot)
     weights = q
     if settings.acceptance == "stochastic":

@@ -10,7 +10,7 @@ from flax import struct
 
 from dllm_jax.cache import KVCache
 from dllm_jax.config import ModelConfig
-from dllm_jax.sampling import Proposal
+from dllm_jax.sampling import Proposal, SamplingKnobs
 from dllm_jax.transformer import ForwardOutput
 from kernels_pallas import TokenFields
 
@@ -155,6 +155,11 @@ class SamplingSettings:
     # Derived by `resolve_sampling`: what a compiled program must know of these values.
     sample: bool = struct.field(pytree_node=False, default=False)
     filtered: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def knobs(self) -> SamplingKnobs:
+        """The traced values, as `dllm_jax.sampling` takes them."""
+        return SamplingKnobs(self.temperature, self.top_k, self.top_p)
 
 
 def derive_sampling(settings: Any) -> Any:

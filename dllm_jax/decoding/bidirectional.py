@@ -16,7 +16,7 @@ In bidirectional attention every key depends on every slot, so kept keys are sta
 as a slot is filled: both are approximations.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,29 @@ from dllm_jax.decoding.base import (
     DecodeState,
     ModelFns,
     SamplingSettings,
+    setting,
 )
 
 CACHES = ("none", "prefix", "dual")
+
+
+def block_length_setting(default: int) -> Any:
+    """The `block_length` of a decoder's settings."""
+    return setting(
+        default,
+        "tokens of a block, counted from the prompt's end; 0 is all new tokens",
+        aliases=("block_size",),
+    )
+
+
+def cache_setting(default: str) -> Any:
+    """The `cache` of a decoder's settings."""
+    return setting(
+        default,
+        "keys kept through a block: none (exact), prefix (approximate: what lies before "
+        "the block), dual (approximate: what lies around it)",
+        choices=CACHES,
+    )
 
 
 class Window(NamedTuple):
@@ -127,8 +147,7 @@ def look(
     last = jnp.where(opening | (kind == "prefix"), state.end, window.block_end)
     needed = jnp.max(jnp.where(opening, slots, jnp.where(active, last - first, 0)))
     widths = _widths(kind, window.index.shape[1], slots)
-    wanted = jnp.maximum(_predicting(fns.config, window.index, first[:, None]), 0)
-    wanted -= first[:, None]
+    wanted = _predicting(fns.config, window.index, first[:, None]) - first[:, None]
     cache = state.cache.replace(length=jnp.where(opening, 0, state.cache.length))
 
     def run(width: int):
@@ -322,8 +341,7 @@ def propose_plain(
     proposal = sampling.propose(logits, config.mask_id)
     if not settings.sample:
         return proposal
-    knobs = sampling.SamplingKnobs(settings.temperature, settings.top_k, settings.top_p)
-    token = propose_each(settings, config, logits, keys, knobs).token
+    token = propose_each(settings, config, logits, keys, settings.knobs).token
     return proposal._replace(token=token, confidence=probability(logits, token))
 
 

@@ -59,23 +59,36 @@ def propose(
 ) -> tuple[sampling.Proposal, jax.Array]:
     """Proposals for `[B, T, V]` logits, and one fresh key a row for the choice of slots."""
     token_keys, choice_keys = _keys(state)
-    proposal = sampling.propose(
-        logits,
-        fns.config.mask_id,
-        token_keys if settings.sample else None,
-        sampling.SamplingKnobs(settings.temperature, settings.top_k, settings.top_p),
-        settings.filtered,
-    )
-    return proposal, choice_keys
+    return _from_logits(fns, settings, logits, token_keys), choice_keys
 
 
 def propose_from_hidden(
     fns: ModelFns, settings: SamplingSettings, state: DecodeState, hidden: jax.Array
 ) -> tuple[sampling.Proposal, jax.Array]:
     """`propose` for `[B, T, D]` hidden states; greedily by the model's own head, if any."""
+    token_keys, choice_keys = _keys(state)
+    return propose_with_keys(fns, settings, hidden, token_keys), choice_keys
+
+
+def propose_with_keys(
+    fns: ModelFns, settings: SamplingSettings, hidden: jax.Array, keys: jax.Array
+) -> sampling.Proposal:
+    """`propose_from_hidden` with the caller's keys `[B]`, consumed if tokens are drawn."""
     if fns.propose is None or settings.sample:
-        return propose(fns, settings, state, fns.logits(hidden))
-    return fns.propose(hidden), _keys(state)[1]
+        return _from_logits(fns, settings, fns.logits(hidden), keys)
+    return fns.propose(hidden)
+
+
+def _from_logits(
+    fns: ModelFns, settings: SamplingSettings, logits: jax.Array, keys: jax.Array
+) -> sampling.Proposal:
+    return sampling.propose(
+        logits,
+        fns.config.mask_id,
+        keys if settings.sample else None,
+        settings.knobs,
+        settings.filtered,
+    )
 
 
 def _keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:

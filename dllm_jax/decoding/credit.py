@@ -34,8 +34,9 @@ from dllm_jax.decoding.base import (
     setting,
 )
 from dllm_jax.decoding.bidirectional import (
-    CACHES,
     Window,
+    block_length_setting,
+    cache_setting,
     close,
     look,
     open_window,
@@ -51,17 +52,8 @@ _AS_GOOD = 1e-5  # slots this close to the best one's confidence are as good (pu
 class CreditSettings(SamplingSettings):
     """Settings of the `credit` decoder."""
 
-    block_length: int = setting(
-        32,
-        "tokens of a block, counted from the prompt's end; 0 is all new tokens",
-        aliases=("block_size",),
-    )
-    cache: str = setting(
-        "none",
-        "keys kept through a block: none (exact), prefix (approximate: what lies before "
-        "the block), dual (approximate: what lies around it)",
-        choices=CACHES,
-    )
+    block_length: int = block_length_setting(32)
+    cache: str = cache_setting("none")
     threshold: float = setting(
         0.9,
         "confidence, with credit, from which (>=) a slot is unmasked at once",

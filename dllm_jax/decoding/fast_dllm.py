@@ -49,8 +49,9 @@ from dllm_jax.decoding.base import (
     setting,
 )
 from dllm_jax.decoding.bidirectional import (
-    CACHES,
     Window,
+    block_length_setting,
+    cache_setting,
     check_bidirectional,
     close,
     even_quota,
@@ -101,17 +102,8 @@ _DEFAULTS = {
 class FastDLLMSettings(SamplingSettings):
     """Settings of the `fast_dllm` decoder."""
 
-    block_length: int = setting(
-        32,
-        "tokens of a block, counted from the prompt's end; 0 is all new tokens",
-        aliases=("block_size",),
-    )
-    cache: str = setting(
-        "prefix",
-        "keys kept through a block: none (exact), prefix (approximate: what lies before "
-        "the block), dual (approximate: what lies around it)",
-        choices=CACHES,
-    )
+    block_length: int = block_length_setting(32)
+    cache: str = cache_setting("prefix")
     remasking_strategy: str | None = setting(
         None,
         "which slots a step unmasks; if not given, the one whose threshold or factor is, "

@@ -37,6 +37,7 @@ from dllm_jax.decoding.base import (
     setting,
 )
 from dllm_jax.decoding.bidirectional import (
+    block_length_setting,
     check_bidirectional,
     close,
     even_quota,
@@ -53,11 +54,7 @@ from dllm_jax.decoding.bidirectional import (
 class KLASSSettings(SamplingSettings):
     """Settings of the `klass` decoder."""
 
-    block_length: int = setting(
-        64,
-        "tokens of a block, counted from the prompt's end; 0 is all new tokens",
-        aliases=("block_size",),
-    )
+    block_length: int = block_length_setting(64)
     threshold: float = setting(
         0.9,
         "confidence above which (>) a stable slot is unmasked",

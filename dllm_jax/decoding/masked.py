@@ -45,6 +45,7 @@ from dllm_jax.decoding.base import (
 )
 from dllm_jax.decoding.bidirectional import (
     Window,
+    block_length_setting,
     check_bidirectional,
     close,
     draw_each,
@@ -74,11 +75,7 @@ _STEP_BUCKET = 64  # schedules are padded to its multiples, so that few programs
 class MaskedSettings(SamplingSettings):
     """Settings of the `masked` decoder."""
 
-    block_length: int = setting(
-        0,
-        "tokens of a block, counted from the prompt's end; 0 is all new tokens",
-        aliases=("block_size",),
-    )
+    block_length: int = block_length_setting(0)
     denoising_steps: int = setting(
         0,
         "steps over which a block is spread; 0 is one a token (scheduled strategies: "

@@ -251,8 +251,7 @@ def _forward(
 
 
 def _probabilities(settings: S2D2Settings, logits, filtered: bool) -> jax.Array:
-    knobs = sampling.SamplingKnobs(settings.temperature, settings.top_k, settings.top_p)
-    return sampling.distribution(logits, knobs, settings.tempered, filtered)
+    return sampling.distribution(logits, settings.knobs, settings.tempered, filtered)
 
 
 def _unmask(

@@ -39,6 +39,7 @@ from dllm_jax import layouts, sampling, unmasking
 from dllm_jax.cache import KVCache, append
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import block, canvas
+from dllm_jax.decoding.acceptance import accept_prefix
 from dllm_jax.decoding.base import (
     DecodeInputs,
     Decoder,
@@ -315,25 +316,6 @@ def _keys(state: SimSDState, count: jax.Array, stream: int) -> jax.Array:
     )
 
 
-def _knobs(settings: SimSDSettings) -> sampling.SamplingKnobs:
-    return sampling.SamplingKnobs(settings.temperature, settings.top_k, settings.top_p)
-
-
-def _propose(
-    fns: ModelFns, settings: SimSDSettings, hidden: jax.Array, keys: jax.Array
-) -> sampling.Proposal:
-    """The drafter's tokens for `[B, T, D]` hidden states; keys `[B]`."""
-    if fns.propose is not None and not settings.sample:
-        return fns.propose(hidden)
-    return sampling.propose(
-        fns.logits(hidden),
-        fns.config.mask_id,
-        keys if settings.sample else None,
-        _knobs(settings),
-        settings.filtered,
-    )
-
-
 def _draft(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDState:
     """One forward of the drafter: a denoising step of rows whose draft is not complete."""
     length, draft = settings.block_length, state.draft
@@ -349,7 +331,7 @@ def _draft(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDSt
         settings,
     )
     keys = _keys(state, state.forwards.draft, _DRAWS)
-    proposal = _propose(fns.draft, settings, hidden, keys)
+    proposal = canvas.propose_with_keys(fns.draft, settings, hidden, keys)
     here = window.number == draft.block[:, None]
     left = window.masked & ~window.drafted & here & rows[:, None]
     chosen = _choose_draft(settings, proposal, left, state)
@@ -483,7 +465,7 @@ def _verify_pairs(fns, settings, state, rows, window: _Open):
     hidden = hidden[:, width:]
     examined = window.drafted
     if settings.acceptance == "greedy_match":
-        target = _propose(fns, settings, hidden, state.rng_key)
+        target = canvas.propose_with_keys(fns, settings, hidden, state.rng_key)
         # What an early stop left is the target's to say.
         examined |= masked & (settings.draft_steps_per_block > 0)
         agrees = (target.token == draft.token) | (masked & ~window.drafted)
@@ -513,21 +495,6 @@ def _verify_pairs(fns, settings, state, rows, window: _Open):
         steps=jnp.zeros_like(state.step),
     )
     return verdict, cache, width + _count(masked) + stored
-
-
-def accept_prefix(agrees: jax.Array, examined: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The examined slots before the first that does not agree, and that one.
-
-    Args:
-      agrees: bool `[B, T]`.
-      examined: bool `[B, T]`; the others are passed over.
-
-    Returns:
-      bool `[B, T]` each.
-    """
-    fails = examined & ~agrees
-    before = jnp.cumsum(fails.astype(jnp.int32), axis=-1)
-    return examined & (before == 0), fails & (before == 1)
 
 
 def judge_by_ratio(
@@ -568,7 +535,7 @@ def _rejection_sampling(fns, settings, hidden, draft: Draft, uniform, keys):
         logits = model.logits(states)
         is_mask = jnp.arange(logits.shape[-1]) == fns.config.mask_id
         logits = jnp.where(is_mask, jnp.finfo(jnp.float32).min, logits)
-        return sampling.distribution(logits, _knobs(settings), True, settings.filtered)
+        return sampling.distribution(logits, settings.knobs, True, settings.filtered)
 
     p, q = distribution(fns.draft, draft.hidden), distribution(fns, hidden)
     agrees = judge_by_ratio(draft.token, p, q, uniform)
@@ -613,7 +580,7 @@ def _verify_exactly(fns, settings, state, rows, window: _Open):
     hidden, cache, stored = _run(
         fns, state, state.cache, rows, flat(tokens), fields, settings
     )
-    target = _propose(fns, settings, hidden, state.rng_key)
+    target = canvas.propose_with_keys(fns, settings, hidden, state.rng_key)
 
     def by_state(x):  # [B, S * T] -> [B * S, T]
         return x.reshape(batch * length, length)

@@ -33,6 +33,7 @@ from dllm_jax.decoding.base import (
 )
 from dllm_jax.decoding.bidirectional import (
     Window,
+    block_length_setting,
     close,
     open_window,
     probability,
@@ -47,11 +48,7 @@ _LEAST_CAP, _MOST_CAP = 5, 20  # as published, as is the share of 0.7
 class WINOSettings(SamplingSettings):
     """Settings of the `wino` decoder."""
 
-    block_length: int = setting(
-        128,
-        "tokens of a block, counted from the prompt's end; 0 is all new tokens",
-        aliases=("block_size",),
-    )
+    block_length: int = block_length_setting(128)
     threshold: float = setting(
         0.6,
         "confidence above which (>) a slot is unmasked",
