@@ -66,5 +66,5 @@ _LLADA = (Stage("block", 0.2), Stage("masked", 0.8))
 RECIPES = {
     "demo": Recipe("sdar", 6, 128, 4, 2, 352, (_AR, _BLOCKS), steps=1300),
     "demo-draft": Recipe("sdar", 2, 96, 3, 1, 256, (_AR, _BLOCKS), steps=700),
-    "demo-llada": Recipe("llada", 6, 128, 4, 4, 352, _LLADA, steps=1100),
+    "demo-llada": Recipe("llada", 6, 128, 4, 4, 352, _LLADA, steps=3500),
 }

@@ -105,14 +105,19 @@ def masked_diffusion_loss(
 ) -> jax.Array:
     """Cross-entropy of masked answer tokens given the rest of the row, bidirectionally.
 
-    The key is consumed. Arguments as `block_diffusion_loss`; the whole answer region is
-    one block.
+    The key is consumed. Arguments as `block_diffusion_loss`. What is behind a revealed
+    prefix is one block; half of the rows have no such prefix, the others have one of
+    random length, which is what decoding block by block meets.
     """
     tokens = batch["tokens"]
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     whole = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    eligible = position >= batch["start"][:, None]
-    masked = mask_blocks(rng_key, position, whole, eligible)
+    prefix_key, mask_key = jax.random.split(rng_key)
+    share = jnp.maximum(2 * jax.random.uniform(prefix_key, whole.shape) - 1, 0)
+    answer_length = jnp.sum(batch["weight"] >= 1, axis=1)
+    prefix = batch["start"] + (share * answer_length).astype(jnp.int32)
+    eligible = position >= prefix[:, None]
+    masked = mask_blocks(mask_key, position, whole, eligible)
     noisy = jnp.where(masked, config.mask_id, tokens)
     fields = layouts.bidirectional(position)
     hidden = transformer.forward(params, config, noisy, fields).hidden
