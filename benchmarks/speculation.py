@@ -29,7 +29,10 @@ for _length in (4, 8, 16):
         CASES.append(("block", _shared))
         if _strategy != "sequential":  # paired verification has no such order
             CASES.append(("simsd", {**_shared, "verification": "paired"}))
-        CASES.append(("simsd", {**_shared, "verification": "exact"}))
+        _exact = {**_shared, "verification": "exact"}
+        CASES.append(("simsd", _exact))
+        if _strategy != "low_confidence_dynamic":  # it drafts many slots at once as it is
+            CASES.append(("simsd", {**_exact, "draft_threshold": 0.8}))
 
 
 def main() -> None:
@@ -89,6 +92,7 @@ def main() -> None:
                 "block": given["block_length"],
                 "strategy": given["remasking_strategy"],
                 "verification": given.get("verification", "(target alone)"),
+                "draft threshold": given.get("draft_threshold", ""),
                 "accuracy %": 100.0 * right / count,
                 "as target %": 100.0 * same / count,
                 "tokens/target forward": tokens / of_target,

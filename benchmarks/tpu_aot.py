@@ -67,7 +67,7 @@ from dllm_jax.config import ModelConfig, MoEConfig
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding.base import DecodeInputs
 from dllm_jax.model import model_fns
-from dllm_jax.params import leaf_paths, param_shapes
+from dllm_jax.params import leaf_paths, param_shapes, weight_bytes
 from dllm_jax.settings import default_decoder, resolve_settings, traced_settings
 from kernels_pallas import attention_cost
 
@@ -214,18 +214,12 @@ def ideal(
     config: ModelConfig, chip: Chip, batch: int, tokens: int, cached: int, int8: bool
 ) -> tuple[float, float]:
     """Bytes and seconds of a forward that moves weights and cache once, at full speed."""
-    bytes_, products = 0.0, 0.0
+    bytes_, products = weight_bytes(config, jnp.bfloat16, batch * tokens), 0.0
     for path, info in leaf_paths(config).items():
-        size = float(np.prod(info.shape))
-        if path == "embed" and not config.tied_head:
-            continue
-        used = active = 1.0
-        if "expert_" in path:
-            chosen = batch * tokens * config.moe.experts_per_token
-            used = min(1.0, chosen / config.moe.num_experts)
-            active = config.moe.experts_per_token / config.moe.num_experts
-        bytes_ += used * size * (4 if info.float32 else 2)
-        products += active * size
+        if path != "embed" or config.tied_head:
+            chosen = config.moe.experts_per_token if "expert_" in path else 1
+            of = config.moe.num_experts if "expert_" in path else 1
+            products += float(np.prod(info.shape)) * chosen / of
     heads = config.num_layers * config.head_dim
     slots = batch * config.num_layers * config.num_kv_heads * cached
     bytes_ += 2 * slots * (config.head_dim + 4 if int8 else 2 * config.head_dim)

@@ -14,6 +14,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import Decoder, loop
 from dllm_jax.decoding.base import UNDECIDED, DecodeInputs, DecodeState, ModelFns
 from dllm_jax.model import Model, check_pair
+from dllm_jax.params import weight_bytes
 from dllm_jax.prompts import MARKER, Prompt, Row, encode_holes, encode_prompt
 from dllm_jax.settings import (
     canonical_names,
@@ -313,6 +314,21 @@ class _Run:
             return label
         return "approximate (int8)" if label == "exact" else f"{label}, int8"
 
+    def _report(self, row: int, forwards: dict[str, int]) -> dict[str, Any]:
+        """What the decoder says of a row, and what a drafter is worth to it."""
+        request = self._request
+        report = request.decoder.report(request.settings, self.state, row)
+        if self._drafter is None:
+            return report
+        # The weights that a forward reads are what it costs at small batches.
+        tokens, pair = request.settings.block_length, (self._model, self._drafter)
+        own, other = (weight_bytes(one.config, one.dtype, tokens) for one in pair)
+        of_target = sum(forwards.values()) - forwards["draft"] - forwards["prefill"]
+        cost = of_target + forwards["draft"] * other / own
+        alone = report["forwards_of_target_alone"]
+        speedup = alone / cost if cost else 1.0
+        return {**report, "draft_cost": other / own, "expected_speedup": speedup}
+
     def output(self, row: int) -> Output:
         """The finished row."""
         model, request = self._model, self._request
@@ -356,7 +372,7 @@ class _Run:
                 cache=self._cache_label(),
                 compile_seconds=round(self._compile_seconds, 4),
                 decode_seconds=round(self._decode_seconds, 4),
-                more=request.decoder.report(self.state, row),
+                more=self._report(row, counts),
             ),
             confidence=confidence.tolist(),
             unmask_forward=unmask_forward.tolist(),

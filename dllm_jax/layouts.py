@@ -176,6 +176,7 @@ def simsd_pairs(
     order: jax.Array,
     steps: int,
     valid: jax.Array | None = None,
+    data_sees_masks: bool = True,
 ) -> TokenFields:
     """Drafted tokens and mask copies of their slots, judged in one forward (SimSD 2).
 
@@ -193,17 +194,26 @@ def simsd_pairs(
         ignored for known tokens.
       steps: static.
       valid: bool `[B, T]`, False for padding.
+      data_sees_masks: static; False hides all masks from drafted tokens (an ablation), of
+        which there then is one block.
     """
     start = block * (2 * steps + 3)
     step = jnp.where(order < 0, steps, order)
     known, mask = role == KNOWN, role == MASK
     looks = start + 2 * step + 1  # as a mask copy; the data copy is born a moment later
-    time = jnp.where(known, start, jnp.where(mask, looks, looks + 1))
+    born = jnp.where(known, start, looks + 1)
+    time, until = born, jnp.full_like(born, FOREVER)
+    if not data_sees_masks:
+        # Drafted tokens look when all masks are gone, the first of them last of all, and
+        # each is gone for those that look after it.
+        behind = start + 3 * steps + 3 - step
+        time = jnp.where(known, start, behind)
+        until = jnp.where(known, until, behind + 1)
     return _fields(
         position,
-        time,
-        jnp.where(mask, start + 1, time),
-        jnp.where(mask, looks + 1, FOREVER),
+        jnp.where(mask, looks, time),
+        jnp.where(mask, start + 1, born),
+        jnp.where(mask, looks + 1, until),
         valid,
     )
 

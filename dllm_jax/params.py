@@ -184,3 +184,20 @@ def init_params(config: ModelConfig, rng_key: jax.Array, dtype=jnp.float32) -> P
 def count_params(config: ModelConfig) -> int:
     """Number of parameters."""
     return sum(math.prod(info.shape) for info in leaf_paths(config).values())
+
+
+def weight_bytes(config: ModelConfig, dtype: Any, tokens: int) -> float:
+    """Bytes of weights that a forward of so many tokens reads, once.
+
+    Of the embedding table only its use as the head counts; of experts, as many as the
+    tokens choose if no two choose the same.
+    """
+    total = 0.0
+    for path, info in leaf_paths(config).items():
+        if path == "embed" and not config.tied_head:
+            continue
+        used = 1.0
+        if "expert_" in path:
+            used = min(1.0, tokens * config.moe.experts_per_token / config.moe.num_experts)
+        total += used * math.prod(info.shape) * leaf_dtype(info, dtype).itemsize
+    return total

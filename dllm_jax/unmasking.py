@@ -80,12 +80,10 @@ def top_count(score: jax.Array, masked: jax.Array, count: jax.Array) -> jax.Arra
       masked: bool `[B, T]`, the candidates.
       count: int32 `[B]`; more than there are masks selects all of them.
     """
-    return masked & (_rank(score, masked) < count[:, None])
+    return masked & (rank(score, masked) < count[:, None])
 
 
-def _rank(
-    score: jax.Array, masked: jax.Array, rivals: jax.Array | None = None
-) -> jax.Array:
+def rank(score: jax.Array, masked: jax.Array, rivals: jax.Array | None = None) -> jax.Array:
     """How many masked slots come before each slot: int32 `[B, T]`.
 
     Counted pair by pair: a block is short, and sorts are slow to compile and to run.
@@ -101,8 +99,8 @@ def _rank(
 
 def leftmost(masked: jax.Array, count: jax.Array) -> jax.Array:
     """The `count` leftmost masked slots."""
-    rank = jnp.cumsum(masked.astype(jnp.int32), axis=-1) - 1
-    return masked & (rank < count[:, None])
+    place = jnp.cumsum(masked.astype(jnp.int32), axis=-1) - 1
+    return masked & (place < count[:, None])
 
 
 def above_threshold(
@@ -136,7 +134,7 @@ def best_and(passing: jax.Array, score: jax.Array, masked: jax.Array) -> jax.Arr
       score: float32 `[B, T]`, higher is better.
       masked: bool `[B, T]`.
     """
-    return masked & (passing | (_rank(score, masked) == 0))
+    return masked & (passing | (rank(score, masked) == 0))
 
 
 def best_of_runs(score: jax.Array, masked: jax.Array) -> jax.Array:
@@ -148,7 +146,7 @@ def best_of_runs(score: jax.Array, masked: jax.Array) -> jax.Array:
     """
     run = jnp.cumsum(~masked, axis=-1)
     same = run[:, :, None] == run[:, None, :]
-    return masked & (_rank(score, masked, same) == 0)
+    return masked & (rank(score, masked, same) == 0)
 
 
 def confident_together(
@@ -170,13 +168,13 @@ def confident_together(
       spare_last: static; never fail the last candidate, as the published script does by
         its arithmetic (specs, LLaDA 5).
     """
-    rank = _rank(confidence, masked)
-    bound = 1.0 - factor / (rank.astype(jnp.float32) + 2.0)
-    fails = masked & (confidence < bound) & (rank > 0)
+    place = rank(confidence, masked)
+    bound = 1.0 - factor / (place.astype(jnp.float32) + 2.0)
+    fails = masked & (confidence < bound) & (place > 0)
     if spare_last:
-        fails &= rank + 1 < jnp.sum(masked, axis=-1, keepdims=True, dtype=jnp.int32)
-    first = jnp.where(fails, rank, rank.shape[-1])
-    return masked & (rank < jnp.min(first, axis=-1, keepdims=True))
+        fails &= place + 1 < jnp.sum(masked, axis=-1, keepdims=True, dtype=jnp.int32)
+    first = jnp.where(fails, place, place.shape[-1])
+    return masked & (place < jnp.min(first, axis=-1, keepdims=True))
 
 
 def entropy_bounded(entropy: jax.Array, masked: jax.Array, bound: jax.Array) -> jax.Array:
@@ -189,10 +187,10 @@ def entropy_bounded(entropy: jax.Array, masked: jax.Array, bound: jax.Array) -> 
       masked: bool `[B, T]`.
       bound: float32 scalar, nats.
     """
-    rank = _rank(-entropy, masked)
-    up_to = (rank[:, None, :] <= rank[:, :, None]) & masked[:, None, :]
+    place = rank(-entropy, masked)
+    up_to = (place[:, None, :] <= place[:, :, None]) & masked[:, None, :]
     total = jnp.sum(jnp.where(up_to, entropy[:, None, :], 0.0), axis=-1)
-    return masked & ((total < bound) | (rank == 0))
+    return masked & ((total < bound) | (place == 0))
 
 
 def entropy_bounded_script(

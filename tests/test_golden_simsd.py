@@ -17,7 +17,7 @@ from replay import decode_inputs
 
 from dllm_jax import layouts, sampling, transformer
 from dllm_jax.cache import append, init_cache
-from dllm_jax.decoding import DECODERS, acceptance, simsd
+from dllm_jax.decoding import DECODERS, acceptance, paired_verification, simsd
 from dllm_jax.model import load, model_fns
 from dllm_jax.settings import resolve_settings, traced_settings
 
@@ -155,6 +155,17 @@ def test_rounds(models, case):
     assert draft.accepted.sum() == stats["total_real_drafted_accepted"]
     if case["cfg"]["draft_steps_per_block"] < 0:
         assert draft.examined.sum() == stats["total_real_drafted_seen"]
+
+
+def test_pipelined_cases(golden_dir):
+    """The released pipelined loop says what its plain one does, which is replayed above."""
+    directory = golden_dir / "simsd"
+    plain = json.loads((directory / "cases.json").read_text())
+    plain = {c["name"]: c["output_ids"] for c in plain if _replayed(c)}
+    pipelined = json.loads((directory / "pipeline.json").read_text())
+    assert len(pipelined) == 24
+    for case in pipelined:
+        assert case["output_ids"] == plain[case["base_case"]], case
 
 
 @pytest.mark.parametrize("name", _FOLDED)
@@ -303,13 +314,13 @@ def test_rejection_rule(arrays, unit):
     token = np.array(unit["draft_ids"], np.int32)
     uniform = np.zeros(len(token), np.float32)
     uniform[: len(unit["uniforms"])] = unit["uniforms"][: len(token)]
-    agrees = simsd.judge_by_ratio(token, p, q, uniform)
+    agrees = paired_verification.judge_by_ratio(token, p, q, uniform)
     examined = np.ones((1, len(token)), bool)
     accepted, first = acceptance.accept_prefix(agrees[None], examined)
     assert accepted.sum() == unit["n_accepted"]
     assert first.any() == (unit["n_accepted"] < len(token))
     if f"{name}/residual" in stored:
-        left = simsd.residual_of_rejection(token, p, q)[unit["n_accepted"]]
+        left = paired_verification.residual_of_rejection(token, p, q)[unit["n_accepted"]]
         left = np.asarray(left / left.sum())
         np.testing.assert_allclose(left, stored[f"{name}/residual"], atol=1e-6)
         assert left.argmax() == unit["bonus_token_if_argmax_of_residual"]

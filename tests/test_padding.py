@@ -31,6 +31,8 @@ CASES = [
     ("llada2", "block", {}),
     ("llada2", "edit", {"threshold": 0.7, "editing_threshold": 0.5}),
     ("sdar", "s2d2", {"block_length": 8, **_HYSTERESIS}),
+    ("sdar", "simsd", {"block_length": 8}),
+    ("llada2", "simsd", {"verification": "exact", "temperature": 0.7}),
     ("fast_dllm_v2", "s2d2", {"do_verify_policy": "contextual_bandit_ucb"}),
 ]
 
@@ -53,6 +55,8 @@ def test_a_batch_of_mixed_lengths(models, family, decoder, settings):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 200, length).tolist() for length in _LENGTHS]
     run = functools.partial(generate, model, decoder=decoder, max_new_tokens=21)
+    if decoder == "simsd":
+        settings = {**settings, "draft_model": model}
     together = run(prompts, seed=[0] * len(prompts), **settings)
     for prompt, out in zip(prompts, together, strict=True):
         [alone] = run([prompt], seed=[0], **settings)

@@ -3,12 +3,24 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, MASK, tiny_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from tiny import (
+    CONFIG,
+    MASK,
+    ScriptedModel,
+    quick_compilation,
+    random_table,
+    tiny_model,
+)
 
 from dllm_jax import generate, load
 from dllm_jax.decoding.base import DECODERS
+from dllm_jax.decoding.block import STRATEGIES as EVERY_STRATEGY
 from dllm_jax.generate import plan
 from dllm_jax.settings import resolve_settings
 
@@ -38,11 +50,11 @@ def prompts_of(*lengths) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("drafter", ["small", "itself"])
-@pytest.mark.parametrize("given", _STRATEGIES.values(), ids=_STRATEGIES)
-def test_exact_verification_is_the_targets_own_decoding(target, drafters, drafter, given):
+@pytest.mark.parametrize("chosen", _STRATEGIES.values(), ids=_STRATEGIES)
+def test_exact_verification_is_the_targets_own_decoding(target, drafters, drafter, chosen):
     """Token for token, and in no more forwards of the target, whatever drafts."""
     prompts = prompts_of(3, 21, 8)
-    request = {"max_new_tokens": 18, "block_length": 6, **given}
+    request = {"max_new_tokens": 18, "block_length": 6, **chosen}
     want = generate(target, prompts, "block", **request)
     got = generate(
         target,
@@ -60,6 +72,103 @@ def test_exact_verification_is_the_targets_own_decoding(target, drafters, drafte
     if drafter == "itself":
         # All it drafts is accepted: a verification a block.
         assert all(o.stats.forwards["verify"] <= 5 for o in got)
+
+
+_WAYS = [(strategy, 0.0) for strategy in EVERY_STRATEGY]
+_WAYS += [("low_confidence_dynamic", 0.9), ("random", 1.5)]
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """A target and a drafter without floats; the tables are inputs of their programs."""
+    return ScriptedModel(random_table(0)), ScriptedModel(random_table(1))
+
+
+@pytest.mark.parametrize(("strategy", "temperature"), _WAYS)
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_drafter_leaves_the_targets_decoding(scripted, strategy, temperature, data):
+    """Greedy and sampled, whatever is drafted, in whatever chunks: the target's tokens."""
+    target, drafter = scripted
+    likeness = data.draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]), "likeness")
+    noise = random_table(data.draw(st.integers(1, 3), "drafter"))
+    drafter.params = jnp.asarray(
+        likeness * target.params + (1 - likeness) * noise, jnp.float32
+    )
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=2, max_size=2), "prompts")
+    request = {
+        "max_new_tokens": data.draw(st.integers(1, 20), "max_new_tokens"),
+        "block_length": 6,
+        "remasking_strategy": strategy,
+        "temperature": temperature,
+        "denoising_steps": data.draw(st.integers(1, 7), "denoising_steps"),
+        "threshold": data.draw(st.sampled_from([0.2, 0.5, 0.9]), "threshold"),
+        "eb_threshold": data.draw(st.sampled_from([0.3, 2.0]), "eb_threshold"),
+        "seed": data.draw(st.integers(0, 9), "seed"),
+        "stop_ids": data.draw(st.sampled_from([(), (3, 7)]), "stop_ids"),
+    }
+    drafting = {
+        "draft_threshold": data.draw(st.sampled_from([0.0, 0.1, 0.6]), "draft_threshold"),
+        "num_draft_tokens": data.draw(st.integers(0, 4), "num_draft_tokens"),
+        "draft_steps_per_block": data.draw(st.integers(0, 3), "draft_steps"),
+    }
+    prompts = prompts_of(*lengths)
+    with quick_compilation():
+        want = generate(target, prompts, "block", **request)
+        got = generate(
+            target,
+            prompts,
+            "simsd",
+            draft_model=drafter,
+            verification="exact",
+            **request,
+            **drafting,
+        )
+    for one, other in zip(got, want, strict=True):
+        assert one.tokens == other.tokens
+        assert one.stats.forwards["verify"] <= other.stats.forwards["denoise"]
+        assert one.stats.more["forwards_of_target_alone"] >= other.stats.forwards["denoise"]
+
+
+def test_sampled_exact_verification_has_the_targets_distribution(scripted):
+    """Against runs of the target alone with other seeds, by chi-square; and it pays."""
+    target, drafter = scripted
+    drafter.params = jnp.asarray(0.7 * random_table(0) + 0.3 * random_table(1), jnp.float32)
+    rows, request = 512, {"max_new_tokens": 4, "block_length": 4, "temperature": 0.7}
+    prompts = prompts_of(8) * rows
+    pair = {"draft_model": drafter, "verification": "exact"}
+    with quick_compilation():
+        got = generate(target, prompts, "simsd", seed=1, stop_ids=(), **request, **pair)
+        want = generate(target, prompts, "block", seed=2, stop_ids=(), **request)
+    for slot in range(4):
+        counts = np.array(
+            [
+                np.bincount([o.tokens[slot] for o in outs], minlength=MASK)
+                for outs in (got, want)
+            ]
+        )
+        often = counts.sum(axis=0) >= 10
+        table = np.column_stack([counts[:, often], counts[:, ~often].sum(axis=1)])
+        assert stats.chi2_contingency(table[:, table.sum(axis=0) > 0]).pvalue > 1e-4
+    rounds = np.mean([out.stats.forwards["verify"] for out in got])
+    assert rounds < 0.9 * np.mean([out.stats.forwards["denoise"] for out in want])
+
+
+def test_self_speculation(target, drafters):
+    """The model drafts for itself, several slots a forward, and checks them exactly."""
+    prompts, request = prompts_of(8), {"max_new_tokens": 18, "block_length": 6}
+    request |= {"remasking_strategy": "low_confidence_static"}
+    [want] = generate(target, prompts, "block", **request)
+    request |= {"draft_model": drafters["itself"], "verification": "exact"}
+    [slow] = generate(target, prompts, "simsd", **request)
+    [fast] = generate(target, prompts, "simsd", **request, draft_threshold=0.2)
+    assert slow.tokens == fast.tokens == want.tokens
+    assert fast.stats.forwards["draft"] < slow.stats.forwards["draft"]
+    assert fast.stats.more["draft_cost"] == 1.0
 
 
 @pytest.mark.parametrize("more", [{"verification": "exact"}, {}, {"temperature": 0.8}])
@@ -92,7 +201,7 @@ def test_short_drafts(target, drafters):
     assert short.tokens == whole.tokens
     assert short.stats.forwards["verify"] > whole.stats.forwards["verify"]
     counts = np.bincount(short.unmask_forward)
-    assert counts.max() <= 2
+    assert counts.max() == 3  # two drafted slots, and the target's own step behind them
 
 
 def test_early_stopped_drafts_are_completed_by_the_target(target, drafters):
@@ -147,35 +256,61 @@ def demos():
     return load("demo"), load("demo-draft")
 
 
-def test_the_position_copy_matters(demos):
-    """Without it mask copies stand elsewhere, and hardly a draft is accepted."""
+def test_what_the_paired_row_lives_on(target, drafters):
+    """Mask copies elsewhere, another order, data without masks: fewer drafts pass.
+
+    The model drafts for itself: what it then rejects, the row has distorted.
+    """
+    prompts = prompts_of(*range(8, 24))
+    request = {"max_new_tokens": 24, "block_length": 6}
+    request |= {"draft_model": drafters["itself"]}
+    forwards = {}
+    for ablation in ("none", "own_positions", "blind_data", "reversed_order"):
+        outs = generate(target, prompts, "simsd", **request, ablation=ablation)
+        forwards[ablation] = sum(out.stats.forwards["verify"] for out in outs)
+    assert forwards["own_positions"] > 1.5 * forwards["none"]
+    assert forwards["reversed_order"] > 1.5 * forwards["none"]
+    assert forwards["blind_data"] > 1.1 * forwards["none"]
+
+
+def test_what_a_pair_is_worth(demos):
+    """The drafter's cost by its bytes, and the forwards that the target alone needs."""
     model, drafter = demos
-    prompts = [f"Ana has {n} coins. She finds 4. How many?" for n in range(3, 11)]
-    run = functools.partial(
-        generate, model, prompts, "simsd", draft_model=drafter, max_new_tokens=32
+    prompt = "Ana has 5 coins. She finds 4. How many?"
+    request = {"remasking_strategy": "sequential", "max_new_tokens": 40}
+    [alone] = generate(model, [prompt], "block", **request)
+    pair = {"draft_model": drafter, "verification": "exact"}
+    [out] = generate(model, [prompt], "simsd", **request, **pair)
+    more, forwards = out.stats.more, out.stats.forwards
+    assert 0.1 < more["draft_cost"] < 0.4
+    assert more["forwards_of_target_alone"] >= alone.stats.forwards["denoise"]
+    cost = forwards["verify"] + forwards["draft"] * more["draft_cost"]
+    assert more["expected_speedup"] == pytest.approx(
+        more["forwards_of_target_alone"] / cost
     )
-    forwards = [
-        sum(out.stats.forwards["verify"] for out in run(share_mask_position=share))
-        for share in (True, False)
-    ]
-    assert forwards[1] > 1.5 * forwards[0]
+    assert more["expected_speedup"] > 1.0
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("chosen", "words"),
     [
         ({"acceptance": "mrs"}, ["acceptance='mrs'", "temperature > 0"]),
         ({"acceptance": "greedy_match", "temperature": 1.0}, ["greedy_match", "0"]),
-        ({"verification": "exact", "temperature": 1.0}, ["temperature=1.0", "exact"]),
+        ({"verification": "exact", "draft_blocks": 2}, ["draft_blocks=2", "exact"]),
+        ({"verification": "exact", "acceptance": "mrs"}, ["acceptance='mrs'", "exact"]),
+        ({"verification": "exact", "ablation": "blind_data"}, ["blind_data", "exact"]),
+        ({"acceptance": "replay"}, ["acceptance='replay'", "paired"]),
+        ({"draft_threshold": 0.5}, ["draft_threshold=0.5", "paired"]),
+        ({"ablation": "blind_data", "draft_blocks": 2}, ["blind_data", "draft_blocks=1"]),
         ({"remasking_strategy": "sequential"}, ["'sequential'", "exact"]),
         ({"verification": "both"}, ["'both'", "paired, exact"]),
         ({"num_draft_tokens": -1}, ["num_draft_tokens=-1"]),
         ({"block_length": 0}, ["block_length=0"]),
     ],
 )
-def test_wrong_settings_are_named(given, words):
+def test_wrong_settings_are_named(chosen, words):
     with pytest.raises(ValueError) as error:
-        resolve_settings(DECODERS["simsd"], CONFIG, given)
+        resolve_settings(DECODERS["simsd"], CONFIG, chosen)
     message = str(error.value)
     assert "\n" not in message and all(word in message for word in words), message
 

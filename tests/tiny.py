@@ -89,6 +89,10 @@ class ScriptedModel(TinyModel):
     def __init__(self, table: np.ndarray, config: ModelConfig = CONFIG):
         super().__init__(jnp.asarray(table, jnp.float32), config)
 
+    @property
+    def dtype(self) -> np.dtype:
+        return self.params.dtype
+
     def fns(self, params) -> ModelFns:
         return scripted_fns(params, self.config)
 

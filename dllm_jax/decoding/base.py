@@ -209,8 +209,8 @@ class Decoder(NamedTuple):
     most_steps: Callable[[Any, int], int | jax.Array] = two_a_slot
     # whether it needs a model that drafts
     drafts: bool = False
-    # (state, row) -> what else its statistics are, JSON-ready
-    report: Callable[[Any, int], dict[str, Any]] = lambda state, row: {}
+    # (settings, state, row) -> what else its statistics are, JSON-ready
+    report: Callable[[Any, Any, int], dict[str, Any]] = lambda settings, state, row: {}
 
 
 DECODERS: dict[str, Decoder] = {}

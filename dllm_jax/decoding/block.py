@@ -200,13 +200,8 @@ def fill_quota(
     """
     strategy = settings.remasking_strategy
     confidence = proposal.confidence
-    if strategy == "sequential":
-        return unmasking.leftmost(masked, quota)
-    if strategy == "low_confidence_static":
-        return unmasking.top_count(confidence, masked, quota)
-    if strategy == "random":
-        score = jax.vmap(lambda key: jax.random.uniform(key, masked.shape[1:]))(rng_keys)
-        return unmasking.top_count(score, masked, quota)
+    if strategy in ("sequential", "low_confidence_static", "random"):
+        return unmasking.top_count(preference(settings, proposal, rng_keys), masked, quota)
     if strategy == "entropy_bounded":
         return unmasking.entropy_bounded(proposal.entropy, masked, settings.eb_threshold)
     if strategy == "entropy_bounded_script":
@@ -218,6 +213,23 @@ def fill_quota(
     return unmasking.above_threshold(
         confidence, masked, settings.threshold, otherwise, quota
     )
+
+
+def preference(
+    settings: BlockSettings, proposal: sampling.Proposal, rng_keys: jax.Array | None = None
+) -> jax.Array:
+    """By what a strategy ranks the slots that it may unmask: float32 `[B, T]`.
+
+    The keys are consumed; only strategy random needs them.
+    """
+    strategy, confidence = settings.remasking_strategy, proposal.confidence
+    if strategy == "sequential":
+        slot = jnp.arange(confidence.shape[-1], dtype=confidence.dtype)
+        return jnp.broadcast_to(-slot, confidence.shape)
+    if strategy == "random":
+        shape = confidence.shape[1:]
+        return jax.vmap(lambda key: jax.random.uniform(key, shape))(rng_keys)
+    return -proposal.entropy if strategy == "entropy_bounded" else confidence
 
 
 def answered(
@@ -256,7 +268,10 @@ def _denoise(
     """Unmasks slots of the open block; see `Denoise`."""
     block = canvas.read(state.canvas, index)
     masked = (block == fns.config.mask_id) & rows[:, None]
-    proposal, choice_keys = canvas.propose_from_hidden(fns, settings, state, hidden)
+    token_keys, choice_keys = canvas.keys_of_state(
+        state.rng_key, state.cursor, jnp.sum(masked, axis=-1, dtype=jnp.int32)
+    )
+    proposal = canvas.propose_with_keys(fns, settings, hidden, token_keys)
     chosen = choose(settings, proposal, masked, state.step, choice_keys)
     state, block = canvas.unmask(state, state.cursor, index, proposal, chosen)
     complete = ~jnp.any(block == fns.config.mask_id, axis=-1)

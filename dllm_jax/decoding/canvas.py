@@ -102,6 +102,32 @@ def _keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:
     return token_keys, choice_keys
 
 
+def keys_of_state(
+    rng_key: jax.Array, start: jax.Array, num_masked: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys for what is drawn in one state of a block: its tokens, and the choice of slots.
+
+    A block whose tokens are never taken back is once in a state with so many masks. Keys
+    that depend on nothing else are the same whoever draws, and in whichever forward: what
+    a drafter draws with them is likely to be what its target draws.
+
+    Args:
+      rng_key: keys `[B]`, of the rows.
+      start: int32 `[B]`, the block's first slot.
+      num_masked: int32 `[B]`.
+
+    Returns:
+      Keys `[B]` each.
+    """
+
+    def of_row(key, *numbers):
+        for number in numbers:
+            key = jax.random.fold_in(key, number)
+        return tuple(jax.random.split(key))
+
+    return jax.vmap(of_row)(rng_key, start, num_masked)
+
+
 def unmask(
     state: DecodeState,
     start: jax.Array,

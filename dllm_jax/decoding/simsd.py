@@ -17,18 +17,18 @@ each model (`fold`); what drafting and verifying compute of a block is discarded
 `verification="paired"` is an approximation: a mask copy sees masks that have seen the very
 token it judges (specs, SimSD 2.2), and slots are accepted in the order of positions.
 `verification="exact"` costs more tokens in the same one forward and no accuracy: the
-block's successive states stand side by side, blind to each other
-(`layouts.separate_states`), and the target's own decoder (`block` with the same strategy)
-is replayed on their true logits. Accepted are the steps in which the target would have
-unmasked just these tokens, then the target's own step: the result is `block`'s of the
-target alone, token for token, whatever the drafter.
+block's successive states stand side by side, and the target's own decoder (`block` with the
+same settings) is replayed on their true logits (`exact_verification`). The result is
+`block`'s of the target alone, token for token, whatever the drafter; sampled, it is what
+the target alone samples with the same seed. With the target as its own drafter and a lower
+`draft_threshold` it is self-speculation: many slots a forward, and their exact check.
 
 A step of the loop is one forward of one model for all rows; rows with a finished draft wait
 until the others have theirs. Counters: `draft` are all forwards of the drafter, `verify`
 the target's, `commit` those of the target that only store.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,29 +36,31 @@ import numpy as np
 from flax import struct
 
 from dllm_jax import layouts, sampling, unmasking
-from dllm_jax.cache import KVCache, append
+from dllm_jax.cache import append
 from dllm_jax.config import ModelConfig
-from dllm_jax.decoding import block, canvas
-from dllm_jax.decoding.acceptance import accept_prefix
+from dllm_jax.decoding import block, canvas, exact_verification, paired_verification
 from dllm_jax.decoding.base import (
+    UNDECIDED,
     DecodeInputs,
     Decoder,
-    DecodeState,
     ModelFns,
     check_at_least,
     register,
     setting,
 )
-from kernels_pallas import TokenFields
+from dllm_jax.decoding.simsd_round import (
+    DRAWS,
+    UNDRAFTED,
+    Draft,
+    SimSDState,
+    count,
+    open_blocks,
+    row_keys,
+    run_model,
+)
 
-UNDRAFTED = -1
-"""`order` of a slot that the drafter did not unmask."""
-
-STRATEGIES = ("low_confidence_static", "low_confidence_dynamic")
-EXACT_STRATEGIES = (*STRATEGIES, "sequential", "entropy_bounded")
-
-
-_UNIFORMS, _DRAWS = 0, 1  # streams of a verification
+PAIRED_STRATEGIES = ("low_confidence_static", "low_confidence_dynamic")
+ABLATIONS = ("none", "own_positions", "blind_data", "reversed_order")
 
 
 @struct.dataclass
@@ -68,7 +70,7 @@ class SimSDSettings(block.BlockSettings):
     remasking_strategy: str = setting(
         "low_confidence_static",
         "which slots a step unmasks; exact verification takes all of them",
-        choices=EXACT_STRATEGIES,
+        choices=block.STRATEGIES,
         aliases=("remasking", "strategy"),
     )
     verification: str = setting(
@@ -80,8 +82,9 @@ class SimSDSettings(block.BlockSettings):
     acceptance: str | None = setting(
         None,
         "paired: greedy_match (the target's most probable token), or mrs (modified "
-        "rejection sampling, with temperature > 0); by the temperature if not given",
-        choices=("greedy_match", "mrs"),
+        "rejection sampling, with temperature > 0); by the temperature if not given; "
+        "exact: replay",
+        choices=("greedy_match", "mrs", "replay"),
         aliases=("speculative_branch",),
         kind=str,
     )
@@ -96,47 +99,55 @@ class SimSDSettings(block.BlockSettings):
         "most steps of a block's draft; what it leaves is the target's to say; 0 is all",
         traced=True,
     )
-    share_mask_position: bool = setting(
-        True, "mask copies have the positions of their slots (off: an ablation)"
+    draft_threshold: float = setting(
+        0.0,
+        "exact: the drafter unmasks at once, in the strategy's order, slots of a higher "
+        "confidence; 0: what the strategy unmasks in a step",
+        traced=True,
     )
-
-
-@struct.dataclass
-class Draft:
-    """What a round has of its draft, and what all rounds so far have shown."""
-
-    cache: KVCache  # the drafter's
-    token: Any  # [B, T] int32, drafted tokens of the open blocks
-    order: Any  # [B, T] int32, the step of its block that drafted each, or UNDRAFTED
-    hidden: Any  # [B, T, D] the drafter's, when it drafted the token
-    block: Any  # [B] int32, which of the open blocks is being drafted
-    ready: Any  # [B] bool, the draft is complete
-    block_step: Any  # [B] int32, the target's own steps in the open block (exact)
-    examined: Any  # [B, T] int32, drafted tokens judged, by their place in the draft
-    accepted: Any  # [B, T] int32, of these the accepted ones
-    rounds: Any  # [B] int32, verifications
-
-
-@struct.dataclass
-class SimSDState(DecodeState):
-    """A batch between two steps; its cache is the target's."""
-
-    draft: Draft
+    ablation: str = setting(
+        "none",
+        "paired, to see what matters: mask copies at positions of their own, drafted "
+        "tokens that see no mask, or the drafting order reversed",
+        choices=ABLATIONS,
+    )
 
 
 def resolve(settings: SimSDSettings, config: ModelConfig) -> SimSDSettings:
     """Fills in what was not given and checks everything; raises ValueError."""
+    exact = settings.verification == "exact"
     if settings.acceptance is None:
         chosen = "mrs" if settings.temperature > 0.0 else "greedy_match"
-        settings = settings.replace(acceptance=chosen)
+        settings = settings.replace(acceptance="replay" if exact else chosen)
     settings = block.resolve(settings, config)
-    check_at_least(settings, draft_blocks=1, num_draft_tokens=0, draft_steps_per_block=0)
-    if settings.verification == "exact":
-        return _resolve_exact(settings)
-    if settings.remasking_strategy not in STRATEGIES:
+    check_at_least(
+        settings,
+        draft_blocks=1,
+        num_draft_tokens=0,
+        draft_steps_per_block=0,
+        draft_threshold=0.0,
+    )
+    unused = {"draft_threshold": settings.draft_threshold > 0.0}
+    unused["acceptance"] = settings.acceptance == "replay"
+    if exact:
+        unused = {
+            "ablation": settings.ablation != "none",
+            "draft_blocks": settings.draft_blocks > 1,
+            "acceptance": settings.acceptance != "replay",
+        }
+    for name in (name for name, given in unused.items() if given):
+        raise ValueError(
+            f"{name}={getattr(settings, name)!r} does not apply to "
+            f"verification={settings.verification!r}."
+        )
+    return settings if exact else _resolve_paired(settings)
+
+
+def _resolve_paired(settings: SimSDSettings) -> SimSDSettings:
+    if settings.remasking_strategy not in PAIRED_STRATEGIES:
         raise ValueError(
             f"remasking_strategy={settings.remasking_strategy!r} needs "
-            f"verification='exact'; 'paired' takes {', '.join(STRATEGIES)}."
+            f"verification='exact'; 'paired' takes {', '.join(PAIRED_STRATEGIES)}."
         )
     if (settings.acceptance == "mrs") != settings.sample:
         raise ValueError(
@@ -144,22 +155,10 @@ def resolve(settings: SimSDSettings, config: ModelConfig) -> SimSDSettings:
             f"{'> 0' if settings.acceptance == 'mrs' else '0'} (it is "
             f"{settings.temperature})."
         )
-    return settings
-
-
-def _resolve_exact(settings: SimSDSettings) -> SimSDSettings:
-    refused = {
-        "temperature": settings.sample,
-        "share_mask_position": not settings.share_mask_position,
-        "draft_blocks": settings.draft_blocks > 1,
-        "acceptance": settings.acceptance == "mrs",
-    }
-    for name, given in refused.items():
-        if given:
-            raise ValueError(
-                f"{name}={getattr(settings, name)} does not apply to "
-                "verification='exact', which replays the target's greedy decoding."
-            )
+    if settings.ablation == "blind_data" and settings.draft_blocks > 1:
+        raise ValueError(
+            f"ablation='blind_data' takes draft_blocks=1 (it is {settings.draft_blocks})."
+        )
     return settings
 
 
@@ -187,6 +186,7 @@ def init(
         block=jnp.zeros((batch,), jnp.int32),
         ready=jnp.zeros((batch,), bool),
         block_step=jnp.zeros((batch,), jnp.int32),
+        own_steps=jnp.zeros((batch,), jnp.int32),
         examined=jnp.zeros(shape, jnp.int32),
         accepted=jnp.zeros(shape, jnp.int32),
         rounds=jnp.zeros((batch,), jnp.int32),
@@ -199,75 +199,6 @@ def init(
             positions=state.forwards.positions + prefilled.positions,
         )
     )
-
-
-class _Open(NamedTuple):
-    """The open blocks of each row, as one window of T slots."""
-
-    index: jax.Array  # [B, T] int32
-    token: jax.Array  # [B, T] int32, as committed
-    masked: jax.Array  # [B, T] bool, of blocks that the row needs
-    drafted: jax.Array  # [B, T] bool, masked and with a drafted token
-    number: jax.Array  # [T] int32, which of the open blocks
-
-    def filled(self, draft: Draft) -> jax.Array:
-        """Tokens with the draft: int32 `[B, T]`."""
-        return jnp.where(self.drafted, draft.token, self.token)
-
-
-def _open(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> _Open:
-    length = settings.block_length
-    offsets = jnp.arange(settings.draft_blocks * length, dtype=jnp.int32)
-    index = state.cursor[:, None] + offsets
-    token = canvas.read(state.canvas, index)
-    last = (state.end + length - 1) // length * length
-    masked = (token == fns.config.mask_id) & (index < last[:, None])
-    drafted = masked & (state.draft.order != UNDRAFTED)
-    return _Open(index, token, masked, drafted, offsets // length)
-
-
-def _run(
-    fns: ModelFns,
-    state: SimSDState,
-    cache: KVCache,
-    rows: jax.Array,
-    tokens: jax.Array,
-    fields: TokenFields,
-    settings: SimSDSettings,
-) -> tuple[jax.Array, KVCache, jax.Array]:
-    """One forward of a model, which also stores what it lacks before the cursor.
-
-    Args:
-      fns: the model.
-      state: whose canvas and cursor count.
-      cache: the model's.
-      rows: bool `[B]`, which rows take part.
-      tokens: int32 `[B, W]`, of the open blocks, W at least the window's.
-      fields: `[B, W]` each.
-      settings: resolved.
-
-    Returns:
-      Hidden states `[B, W, D]` of `tokens`, the cache, and how many tokens were stored,
-      int32 `[B]`.
-    """
-    length = settings.block_length
-    width = settings.draft_blocks * length
-    lacking = jnp.where(rows, state.cursor - cache.length, 0)
-    offsets = jnp.arange(width, dtype=jnp.int32)
-    position = cache.length[:, None] + offsets
-    stored = layouts.block_causal(position, length, offsets < lacking[:, None])
-
-    def with_stored():
-        row = jnp.concatenate([canvas.read(state.canvas, position), tokens], axis=1)
-        out = fns.forward(row, layouts.join(stored, fields), cache)
-        return out.hidden[:, width:], out.k[..., :width, :], out.v[..., :width, :]
-
-    def alone():
-        out = fns.forward(tokens, fields, cache)
-        return out.hidden, out.k[..., :width, :], out.v[..., :width, :]
-
-    hidden, k, v = jax.lax.cond(jnp.any(lacking > 0), with_stored, alone)
-    return hidden, append(cache, k, v, stored, lacking), lacking
 
 
 def step(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDState:
@@ -309,19 +240,12 @@ def _store(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDSt
     )
 
 
-def _keys(state: SimSDState, count: jax.Array, stream: int) -> jax.Array:
-    """A key a row for its forward number `count` int32 `[B]`; equal in every batch."""
-    return jax.vmap(lambda key, n: jax.random.fold_in(jax.random.fold_in(key, n), stream))(
-        state.rng_key, count
-    )
-
-
 def _draft(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDState:
     """One forward of the drafter: a denoising step of rows whose draft is not complete."""
     length, draft = settings.block_length, state.draft
     rows = ~state.done & ~draft.ready
-    window = _open(fns, settings, state)
-    hidden, cache, stored = _run(
+    window = open_blocks(fns, settings, state)
+    hidden, cache, stored = run_model(
         fns.draft,
         state,
         draft.cache,
@@ -330,30 +254,39 @@ def _draft(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDSt
         layouts.block_causal(window.index, length),
         settings,
     )
-    keys = _keys(state, state.forwards.draft, _DRAWS)
-    proposal = canvas.propose_with_keys(fns.draft, settings, hidden, keys)
     here = window.number == draft.block[:, None]
     left = window.masked & ~window.drafted & here & rows[:, None]
-    chosen = _choose_draft(settings, proposal, left, state)
+    exact = settings.verification == "exact"
+    token_keys = choice_keys = row_keys(state, state.forwards.draft, DRAWS)
+    if exact:  # those of the target in this state
+        token_keys, choice_keys = canvas.keys_of_state(
+            state.rng_key, state.cursor, count(left)
+        )
+    proposal = canvas.propose_with_keys(fns.draft, settings, hidden, token_keys)
+    choose = _choose_as_target if exact else _choose_spread
+    chosen, score = choose(settings, proposal, left, state, choice_keys)
     width = window.index.shape[1]
     limit = jnp.where(settings.num_draft_tokens > 0, settings.num_draft_tokens, width)
-    room = limit - _count(window.drafted)
-    chosen = unmasking.top_count(proposal.confidence, chosen, room)
+    so_far = count(window.drafted)
+    room = limit - so_far
+    chosen = unmasking.top_count(score, chosen, room)
+    order = jnp.broadcast_to(state.step[:, None], chosen.shape)
+    if exact:
+        order = so_far[:, None] + unmasking.rank(score, chosen)
     step = state.step + rows.astype(jnp.int32)
     most = settings.draft_steps_per_block
     over = ~jnp.any(left & ~chosen, axis=-1) | ((most > 0) & (step >= most))
     behind = window.number > draft.block[:, None]
     complete = over & ~jnp.any(window.masked & behind, axis=-1)
-    complete |= _count(chosen) >= room
+    complete |= count(chosen) >= room
     draft = draft.replace(
         cache=cache,
         token=jnp.where(chosen, proposal.token, draft.token),
-        order=jnp.where(chosen, state.step[:, None], draft.order),
+        order=jnp.where(chosen, order, draft.order),
         hidden=jnp.where(chosen[..., None], hidden, draft.hidden),
         block=draft.block + (rows & over & ~complete).astype(jnp.int32),
         ready=draft.ready | (rows & complete),
     )
-    # The exact verifier counts the steps of its only block.
     step = jnp.where(rows & over & ~complete, 0, step)
     positions = jnp.where(rows, width, 0) + stored
     return state.replace(
@@ -361,51 +294,55 @@ def _draft(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDSt
     )
 
 
-def _count(slots: jax.Array) -> jax.Array:
-    return jnp.sum(slots, axis=-1, dtype=jnp.int32)
-
-
-def _choose_draft(
+def _choose_spread(
     settings: SimSDSettings,
     proposal: sampling.Proposal,
     left: jax.Array,
     state: SimSDState,
-) -> jax.Array:
-    """The slots that a step of the drafter unmasks, of the masked ones `left`."""
-    if settings.verification == "exact":
-        # As the target would in its own decoding, or no step could ever be accepted.
-        number = state.draft.block_step + state.step
-        return block.choose(settings, proposal, left, number, state.rng_key)
-    # Spread over the steps that are left, by what is left (specs, SimSD 4.2).
-    remaining = _count(left)
+    rng_keys: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The slots that a step of the drafter unmasks, of the masked ones `left`, and a score.
+
+    Spread over the steps that are left, by what is left (specs, SimSD 4.2).
+    """
+    del rng_keys
+    confidence, remaining = proposal.confidence, count(left)
     steps_left = jnp.maximum(settings.denoising_steps - state.step, 1)
     quota = (remaining + steps_left - 1) // steps_left
-    best = unmasking.top_count(proposal.confidence, left, quota)
+    best = unmasking.top_count(confidence, left, quota)
     if settings.remasking_strategy == "low_confidence_static":
-        return best
-    return unmasking.above_threshold(
-        proposal.confidence, left, settings.threshold, best, quota
-    )
+        return best, confidence
+    chosen = unmasking.above_threshold(confidence, left, settings.threshold, best, quota)
+    return chosen, confidence
 
 
-class _Verdict(NamedTuple):
-    """What a verification commits; of examined slots the accepted ones come first."""
-
-    tokens: sampling.Proposal  # [B, T] each
-    chosen: jax.Array  # [B, T] bool, to be committed
-    examined: jax.Array  # [B, T] bool, drafted and judged
-    accepted: jax.Array  # [B, T] bool, of these the accepted
-    place: jax.Array  # [B, T] int32, place of a slot in the order of judging
-    steps: jax.Array  # [B] int32, the target's own steps that this is worth (exact)
+def _choose_as_target(
+    settings: SimSDSettings,
+    proposal: sampling.Proposal,
+    left: jax.Array,
+    state: SimSDState,
+    rng_keys: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """As `_choose_spread`; what the target would choose, or more at once."""
+    number = state.draft.block_step + state.step
+    chosen = block.choose(settings, proposal, left, number, rng_keys)
+    score = block.preference(settings, proposal, rng_keys)
+    # More at once, in the strategy's own order: what it passes over ends the replay.
+    place, slots = unmasking.rank(score, left), left.shape[-1]
+    unsure = left & ~(proposal.confidence > settings.draft_threshold)
+    first_unsure = jnp.min(jnp.where(unsure, place, slots), axis=-1, keepdims=True)
+    more = left & (place < first_unsure) & (settings.draft_threshold > 0.0)
+    return chosen | more, score
 
 
 def _verify(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDState:
     """One forward of the target: judges all drafts, commits, and opens what is next."""
     length, draft = settings.block_length, state.draft
     rows = ~state.done
-    window = _open(fns, settings, state)
-    judge = _verify_exactly if settings.verification == "exact" else _verify_pairs
-    verdict, cache, positions = judge(fns, settings, state, rows, window)
+    window = open_blocks(fns, settings, state)
+    exact = settings.verification == "exact"
+    verify = exact_verification.verify if exact else paired_verification.verify
+    verdict, cache, positions = verify(fns, settings, state, rows, window)
     chosen = verdict.chosen & rows[:, None]
     state = state.replace(cache=cache)
     start = window.index[:, 0]
@@ -430,6 +367,7 @@ def _verify(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDS
         block=jnp.where(rows, 0, draft.block),
         ready=draft.ready & ~rows,
         block_step=jnp.where(rows, steps, draft.block_step),
+        own_steps=draft.own_steps + jnp.where(rows, verdict.steps, 0),
         examined=draft.examined + histogram(verdict.examined),
         accepted=draft.accepted + histogram(verdict.accepted),
         rounds=draft.rounds + rows.astype(jnp.int32),
@@ -441,175 +379,6 @@ def _verify(fns: ModelFns, settings: SimSDSettings, state: SimSDState) -> SimSDS
         draft=draft,
         forwards=state.forwards.add(jnp.where(rows, positions, 0), verify=rows),
     )
-
-
-def _verify_pairs(fns, settings, state, rows, window: _Open):
-    """The paired row; see `_Verdict`. Also the target's cache and the row's tokens."""
-    length, draft = settings.block_length, state.draft
-    masked, order, width = window.masked, draft.order, window.index.shape[1]
-    role = jnp.where(masked, layouts.DATA, layouts.KNOWN)
-    copies = window.index
-    if not settings.share_mask_position:
-        copies = copies + _count(masked)[:, None]
-    fields = layouts.simsd_pairs(
-        jnp.concatenate([window.index, copies], axis=1),
-        jnp.concatenate([role, jnp.full_like(role, layouts.MASK)], axis=1),
-        jnp.concatenate([window.index // length] * 2, axis=1),
-        jnp.concatenate([order, order], axis=1),
-        length,
-        jnp.concatenate([jnp.ones_like(masked), masked], axis=1),
-    )
-    data = window.filled(draft)
-    tokens = jnp.concatenate([data, jnp.full_like(data, fns.config.mask_id)], axis=1)
-    hidden, cache, stored = _run(fns, state, state.cache, rows, tokens, fields, settings)
-    hidden = hidden[:, width:]
-    examined = window.drafted
-    if settings.acceptance == "greedy_match":
-        target = canvas.propose_with_keys(fns, settings, hidden, state.rng_key)
-        # What an early stop left is the target's to say.
-        examined |= masked & (settings.draft_steps_per_block > 0)
-        agrees = (target.token == draft.token) | (masked & ~window.drafted)
-        bonus = drafted = target
-    else:
-        number = state.forwards.verify
-        agrees, drafted, bonus = _rejection_sampling(
-            fns,
-            settings,
-            hidden,
-            draft,
-            jax.vmap(lambda key: jax.random.uniform(key, (width,)))(
-                _keys(state, number, _UNIFORMS)
-            ),
-            _keys(state, number, _DRAWS),
-        )
-    accepted, first = accept_prefix(agrees, examined)
-    tokens = sampling.Proposal(
-        *(jnp.where(first, b, d) for b, d in zip(bonus, drafted, strict=True))
-    )
-    verdict = _Verdict(
-        tokens=tokens,
-        chosen=accepted | first,
-        examined=window.drafted & (accepted | first),
-        accepted=window.drafted & accepted,
-        place=jnp.cumsum(examined.astype(jnp.int32), axis=-1) - 1,
-        steps=jnp.zeros_like(state.step),
-    )
-    return verdict, cache, width + _count(masked) + stored
-
-
-def judge_by_ratio(
-    token: jax.Array, drafter: jax.Array, target: jax.Array, uniform: jax.Array
-) -> jax.Array:
-    """Whether each drafted token is kept: u < q / p (SimSD, equation 2).
-
-    Args:
-      token: int32 `[..., T]`.
-      drafter: p, float32 `[..., T, V]`.
-      target: q, float32 `[..., T, V]`.
-      uniform: u, float32 `[..., T]` in [0, 1).
-    """
-    p, q = (
-        jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0] for x in (drafter, target)
-    )
-    return (p > 0.0) & (uniform * p < q)
-
-
-def residual_of_rejection(
-    token: jax.Array, drafter: jax.Array, target: jax.Array
-) -> jax.Array:
-    """What to draw a rejected slot's token from, as `sampling.residual`.
-
-    All of q where the drafter gave its token no probability (specs, SimSD 5).
-    """
-    p = jnp.take_along_axis(drafter, token[..., None], axis=-1)
-    return jnp.where(p > 0.0, sampling.residual(target, drafter), target)
-
-
-def _rejection_sampling(fns, settings, hidden, draft: Draft, uniform, keys):
-    """Which drafted tokens are kept, with their probabilities; and what replaces one.
-
-    Both distributions are after temperature and filters, and without the mask token.
-    """
-
-    def distribution(model: ModelFns, states: jax.Array) -> jax.Array:
-        logits = model.logits(states)
-        is_mask = jnp.arange(logits.shape[-1]) == fns.config.mask_id
-        logits = jnp.where(is_mask, jnp.finfo(jnp.float32).min, logits)
-        return sampling.distribution(logits, settings.knobs, True, settings.filtered)
-
-    p, q = distribution(fns.draft, draft.hidden), distribution(fns, hidden)
-    agrees = judge_by_ratio(draft.token, p, q, uniform)
-    left = residual_of_rejection(draft.token, p, q)
-    drawn = jax.vmap(lambda key, w: jax.random.categorical(key, jnp.log(w)))(keys, left)
-    drawn = drawn.astype(jnp.int32)
-
-    def proposal(token: jax.Array) -> sampling.Proposal:
-        share = jnp.take_along_axis(q, token[..., None], axis=-1)[..., 0]
-        return sampling.Proposal(token, share, jnp.zeros_like(share))
-
-    return agrees, proposal(draft.token), proposal(drawn)
-
-
-def _verify_exactly(fns, settings, state, rows, window: _Open):
-    """Every state of the block at once; see `_Verdict`. Also the cache and the tokens."""
-    length, draft = settings.block_length, state.draft
-    batch = state.cursor.shape[0]
-    number = jnp.arange(length, dtype=jnp.int32)
-    drafted_steps = state.step  # a state before each of them, and none behind the last
-
-    def widen(x):  # [B, T] -> [B, S, T], the same in every state
-        return jnp.broadcast_to(x[:, None], (batch, length, length))
-
-    shown = widen(window.drafted) & (widen(draft.order) < number[:, None])
-    hole = widen(window.masked) & ~shown
-    before = jnp.where(shown, widen(draft.token), widen(window.token))
-    tokens = jnp.where(hole, fns.config.mask_id, before)
-    exists = number < drafted_steps[:, None]  # [B, S]
-
-    def flat(x):
-        return x.reshape(batch, -1)
-
-    valid = jnp.broadcast_to(exists[..., None], tokens.shape)
-    states = jnp.broadcast_to(number[:, None], tokens.shape)
-    fields = layouts.separate_states(
-        flat(widen(window.index)),
-        flat(states),
-        state.cursor[:, None] // length,
-        flat(valid),
-    )
-    hidden, cache, stored = _run(
-        fns, state, state.cache, rows, flat(tokens), fields, settings
-    )
-    target = canvas.propose_with_keys(fns, settings, hidden, state.rng_key)
-
-    def by_state(x):  # [B, S * T] -> [B * S, T]
-        return x.reshape(batch * length, length)
-
-    target = sampling.Proposal(*map(by_state, target))
-    steps = (draft.block_step[:, None] + number).reshape(-1)
-    keys = jnp.repeat(state.rng_key, length)
-    own = block.choose(settings, target, hole.reshape(-1, length), steps, keys)
-    own = own.reshape(tokens.shape)
-    target = sampling.Proposal(*(x.reshape(tokens.shape) for x in target))
-    drafted = widen(window.drafted) & (widen(draft.order) == number[:, None])
-    same_tokens = jnp.all(~own | (target.token == widen(draft.token)), axis=-1)
-    agrees = jnp.all(own == drafted, axis=-1) & same_tokens
-    accepted, first = accept_prefix(agrees, exists)  # of states
-    worth = accepted | first
-    # What the steps up to the first difference unmask is the target's own in each.
-    chosen = own & worth[..., None]
-    tokens = sampling.Proposal(
-        *(jnp.sum(jnp.where(chosen, x, jnp.zeros_like(x)), axis=1) for x in target)
-    )
-    verdict = _Verdict(
-        tokens=tokens,
-        chosen=jnp.any(chosen, axis=1),
-        examined=jnp.any(drafted & worth[..., None], axis=1),
-        accepted=jnp.any(drafted & accepted[..., None], axis=1),
-        place=draft.order,
-        steps=_count(worth),
-    )
-    return verdict, cache, drafted_steps * length + stored
 
 
 def most_steps(settings: SimSDSettings, slots: int) -> jax.Array:
@@ -624,21 +393,27 @@ def cache_label(settings: SimSDSettings) -> str:
     return "exact" if exact else "approximate (paired verification)"
 
 
-def report(state: SimSDState, row: int) -> dict[str, Any]:
+def report(settings: SimSDSettings, state: SimSDState, row: int) -> dict[str, Any]:
     """A row's acceptance: drafted tokens judged and accepted, by their place in the draft.
 
-    Tokens behind a rejection are not judged and do not count (specs, SimSD 5). In exact
-    verification the place is the step in which the drafter unmasked the token.
+    Tokens behind a rejection are not judged and do not count (specs, SimSD 5). What the
+    target alone would have needed is known where its decoding is replayed; else it is
+    `denoising_steps` a block.
     """
     examined = np.asarray(state.draft.examined[row])
     accepted = np.asarray(state.draft.accepted[row])
     rounds = int(state.draft.rounds[row])
+    alone = float(state.draft.own_steps[row])
+    if settings.verification == "paired":
+        committed = int(np.sum(np.asarray(state.unmask_forward[row]) != UNDECIDED))
+        alone = committed * float(settings.denoising_steps) / settings.block_length
     return {
         "rounds": rounds,
         "examined": examined.tolist(),
         "accepted": accepted.tolist(),
         "acceptance": float(accepted.sum() / max(examined.sum(), 1)),
         "accepted_a_round": float(accepted.sum() / max(rounds, 1)),
+        "forwards_of_target_alone": alone,
     }
 
 
