@@ -15,7 +15,7 @@ import logging
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +211,19 @@ def _one_device() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-def read_params(directory: Path, sidecar: Sidecar, dtype: Any) -> Params:
-    """Restores a converted checkpoint in `dtype`, leaf by leaf."""
+def read_params(
+    directory: Path, sidecar: Sidecar, dtype: Any, shardings: Params | None = None
+) -> Params:
+    """Restores a converted checkpoint in `dtype`, leaf by leaf.
+
+    With `shardings`, a tree of `NamedSharding`, every process reads its devices' parts.
+    """
     _quiet_orbax()
+    places = _places(sidecar.config, shardings)
     leaves = {}
     for leaf, info in leaf_paths(sidecar.config).items():
         shape = jax.ShapeDtypeStruct(
-            info.shape, leaf_dtype(info, dtype), sharding=_one_device()
+            info.shape, leaf_dtype(info, dtype), sharding=places[leaf]
         )
         try:
             leaves[leaf] = _restore_leaf(directory, leaf, shape)
@@ -229,10 +235,23 @@ def read_params(directory: Path, sidecar: Sidecar, dtype: Any) -> Params:
     return params_from_leaves(sidecar.config, leaves)
 
 
-def read_hf_params(source: HFCheckpoint, dtype: Any) -> Params:
-    """Reads a Hugging Face checkpoint in memory, leaf by leaf."""
-    leaves: Iterable[str] = leaf_paths(source.config)
+def read_hf_params(
+    source: HFCheckpoint, dtype: Any, shardings: Params | None = None
+) -> Params:
+    """Reads a Hugging Face checkpoint in memory, leaf by leaf, as `read_params` does."""
+    places = _places(source.config, shardings)
     return params_from_leaves(
         source.config,
-        {leaf: jax.device_put(source.read_leaf(leaf, np.dtype(dtype))) for leaf in leaves},
+        {
+            leaf: jax.device_put(source.read_leaf(leaf, np.dtype(dtype)), places[leaf])
+            for leaf in leaf_paths(source.config)
+        },
     )
+
+
+def _places(config: ModelConfig, shardings: Params | None) -> dict[str, Any]:
+    """The sharding of each leaf by its path."""
+    paths = leaf_paths(config)
+    if shardings is None:
+        return dict.fromkeys(paths, _one_device())
+    return dict(zip(paths, jax.tree.leaves(shardings), strict=True))

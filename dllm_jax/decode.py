@@ -34,6 +34,7 @@ from dllm_jax.generate import (
 from dllm_jax.model import DEMO_MODELS, KV_DTYPES, Model, load, load_config
 from dllm_jax.prompts import MARKER, Prompt
 from dllm_jax.settings import presets, setting_fields
+from dllm_jax.sharding import make_mesh
 
 _SAMPLE_SEED = 7
 
@@ -117,6 +118,17 @@ def make_parser() -> argparse.ArgumentParser:
         default="auto",
         choices=KV_DTYPES,
         help="of cached keys and values; int8 is approximate (default: as the weights)",
+    )
+    group.add_argument(
+        "--mesh",
+        metavar="AXIS=N,..",
+        help="divide over several devices: data (rows of a batch), tensor (heads, "
+        "feed-forward, vocabulary), expert; such as data=2,tensor=4 (default: one device)",
+    )
+    group.add_argument(
+        "--draft-whole",
+        action="store_true",
+        help="with --mesh: every device has the whole drafter",
     )
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "gpu", "tpu"))
     group.add_argument(
@@ -359,6 +371,8 @@ def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
         return plan_infill(config, args.decoder, **shared)
     if args.marker is not None:
         raise ValueError(f"marker={args.marker!r} needs --infill.")
+    if args.draft_whole and (args.mesh is None or args.draft_model is None):
+        raise ValueError("draft_whole=True needs --mesh and --draft-model.")
     request = plan(config, args.decoder, **generation, chat=args.chat, **shared)
     drafter = None if args.draft_model is None else load_config(args.draft_model)
     check_drafter(config, request, drafter)
@@ -382,12 +396,13 @@ def _run(args: argparse.Namespace) -> None:
     shown = " ".join(f"{name}={value}" for name, value in request.describe().items())
     console.print(shown, highlight=False, markup=False)
     started = time.perf_counter()
-    model = load(args.model, dtype=args.dtype, kv_dtype=args.kv_dtype)
-    drafter = None
+    given = {"dtype": args.dtype, "kv_dtype": args.kv_dtype, "mesh": make_mesh(args.mesh)}
+    model, drafter = load(args.model, **given), None
     if args.draft_model is not None:
-        drafter = load(args.draft_model, dtype=args.dtype, kv_dtype=args.kv_dtype)
+        drafter = load(args.draft_model, **given, divided=not args.draft_whole)
+    count = 1 if model.mesh is None else model.mesh.size
     console.print(
-        f"{args.model}: {model.dtype} on {len(jax.devices())} x {device.device_kind}, "
+        f"{args.model}: {model.dtype} on {count} x {device.device_kind}, "
         f"loaded in {time.perf_counter() - started:.1f} s",
         highlight=False,
         markup=False,

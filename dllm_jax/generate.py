@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from dllm_jax.cache import KVCache
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import Decoder, loop
 from dllm_jax.decoding.base import UNDECIDED, DecodeInputs, DecodeState, ModelFns
@@ -25,6 +27,7 @@ from dllm_jax.settings import (
     resolve_settings,
     traced_settings,
 )
+from dllm_jax.sharding import batch_specs, fetch, place
 from dllm_jax.tokenizer import TextStream, find_stop
 
 MAX_NEW_TOKENS = 128
@@ -192,10 +195,13 @@ def bucket(size: int) -> int:
 
 
 def _batch_inputs(
-    request: Plan, mask_id: int, rows: list[Row], indices: list[int]
+    request: Plan, mask_id: int, rows: list[Row], indices: list[int], parts: int
 ) -> tuple[DecodeInputs, int]:
-    """The arrays of a batch, filled up to a power of two with rows that do nothing."""
-    batch = 1 << (len(rows) - 1).bit_length()
+    """The arrays of a batch, filled up with rows that do nothing.
+
+    Up to a power of two, and to `parts` equal parts.
+    """
+    batch = -(-(1 << (len(rows) - 1).bit_length()) // parts) * parts
     lengths = np.zeros(batch, np.int32)
     width = bucket(max(len(row.ids) for row in rows))
     prompt = np.full((batch, width), mask_id, np.int32)
@@ -238,26 +244,61 @@ class _Run:
         self._model, self._request, self._rows = model, request, rows
         self._drafter = drafter
         self._params, self._pair = model.params, None
+        self._specs = None if model.mesh is None else model.specs
+        whole_drafter = drafter is not None and not drafter.divided
         if drafter is not None:
             self._params, self._pair = (model.params, drafter.params), drafter.config
+            self._specs = model.mesh and (model.specs, drafter.specs)
         self._compile_seconds = self._decode_seconds = 0.0
-        self._settings = traced_settings(request.settings)
-        inputs, canvas_length = _batch_inputs(request, model.config.mask_id, rows, indices)
+        parts = 1 if model.mesh is None else model.mesh.shape["data"]
+        inputs, canvas_length = _batch_inputs(
+            request, model.config.mask_id, rows, indices, parts
+        )
+        self._settings = place(model.mesh, traced_settings(request.settings), P())
+        inputs = place(model.mesh, inputs, batch_specs(inputs))
         decoder = request.decoder
 
-        def start(params, settings, inputs):
-            return decoder.init(self._fns(params), settings, inputs, canvas_length)
+        def start(params, settings, inputs, whole=False):
+            fns = self._fns(params, whole)
+            return decoder.init(fns, settings, inputs, canvas_length)
+
+        def build():
+            out_specs = None
+            if model.mesh is not None:
+                # An undivided model's state has the structure of a divided one's.
+                undivided = functools.partial(start, whole=True)
+                args = (self._params, self._settings, inputs)
+                out_specs = batch_specs(jax.eval_shape(undivided, *args), whole_drafter)
+            in_specs = (self._specs, P(), batch_specs(inputs))
+            return model.jit(start, in_specs, out_specs)
 
         key = (decoder.name, "start", canvas_length, self._pair)
         args = (self._params, self._settings, inputs)
-        self.state: DecodeState = self._call(key, lambda: jax.jit(start), args)
+        self.state: DecodeState = self._call(key, build, args)
+        self._state_specs = batch_specs(self.state, whole_drafter)
+        self._look()
 
-    def _fns(self, params: Any) -> ModelFns:
+    def _look(self) -> None:
+        """Copies to the host what is known of each row, but for caches and keys."""
+
+        def small(leaf):
+            if isinstance(leaf, KVCache) or leaf.ndim > 2:
+                return None
+            return None if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+        seen = jax.tree.map(small, self.state, is_leaf=lambda x: isinstance(x, KVCache))
+        self.seen: DecodeState = fetch(seen)
+
+    def _fns(self, params: Any, whole: bool = False) -> ModelFns:
         """The model as the decoder sees it, with its drafter."""
+
+        def fns(model, own):
+            return model.undivided_fns(own) if whole else model.fns(own)
+
         if self._drafter is None:
-            return self._model.fns(params)
+            return fns(self._model, params)
         own, other = params
-        return self._model.fns(own)._replace(draft=self._drafter.fns(other))
+        return fns(self._model, own)._replace(draft=fns(self._drafter, other))
 
     def _call(self, key: tuple, build: Callable[[], Callable], args: tuple) -> DecodeState:
         """Runs a program and books its time as compilation or decoding."""
@@ -279,19 +320,22 @@ class _Run:
             most_steps = decoder.most_steps(settings, state.canvas.shape[1])
             return loop.run(step, state, pause, most_steps)
 
-        self.state = self._call(
-            (decoder.name, "go_on", self._pair),
-            lambda: jax.jit(go_on, donate_argnums=0),
-            (self.state, self._params, self._settings, jnp.asarray(pause)),
-        )
-        return bool(jnp.all(self.state.done))
+        def build():
+            in_specs = (self._state_specs, self._specs, P(), P())
+            return self._model.jit(go_on, in_specs, self._state_specs, donate_argnums=0)
+
+        paused = place(self._model.mesh, jnp.asarray(pause), P())
+        args = (self.state, self._params, self._settings, paused)
+        self.state = self._call((decoder.name, "go_on", self._pair), build, args)
+        self._look()
+        return bool(np.all(self.seen.done))
 
     def committed(self, row: int) -> list[int]:
         """The ids of a row that will not change, up to its first stop id."""
-        canvas = np.asarray(self.state.canvas[row])
-        begin, end = self._rows[row].shown, int(self.state.end[row])
-        if not self.state.done[row]:
-            end = min(end, int(self.state.cursor[row]))  # the open block may still change
+        canvas = self.seen.canvas[row]
+        begin, end = self._rows[row].shown, int(self.seen.end[row])
+        if not self.seen.done[row]:
+            end = min(end, int(self.seen.cursor[row]))  # the open block may still change
         ids = canvas[begin:end].tolist()
         stops = {self._model.config.mask_id, *self._request.stop_ids}
         cut = next((i for i, token in enumerate(ids) if token in stops), len(ids))
@@ -304,8 +348,10 @@ class _Run:
 
     def end_rows(self, rows: list[int]) -> None:
         """Ends rows early; the masks that they still have are not part of their output."""
-        ended = np.isin(np.arange(len(self.state.done)), rows)
-        self.state = self.state.replace(done=self.state.done | ended)
+        done = self.seen.done | np.isin(np.arange(len(self.seen.done)), rows)
+        self.seen = self.seen.replace(done=done)
+        done = place(self._model.mesh, jnp.asarray(done), P("data"))
+        self.state = self.state.replace(done=done)
 
     def _cache_label(self) -> str:
         label = self._request.decoder.cache(self._request.settings)
@@ -317,7 +363,7 @@ class _Run:
     def _report(self, row: int, forwards: dict[str, int]) -> dict[str, Any]:
         """What the decoder says of a row, and what a drafter is worth to it."""
         request = self._request
-        report = request.decoder.report(request.settings, self.state, row)
+        report = request.decoder.report(request.settings, self.seen, row)
         if self._drafter is None:
             return report
         # The weights that a forward reads are what it costs at small batches.
@@ -350,12 +396,12 @@ class _Run:
                 if len(model.tokenizer.decode(tokens[:n])) >= cut
             )
             tokens, text, reason, generated = tokens[:keep], text[:cut], "stop", keep
-        counts = jax.tree.map(lambda x: int(x[row]), vars(self.state.forwards))
+        counts = jax.tree.map(lambda x: int(x[row]), vars(self.seen.forwards))
         positions = counts.pop("positions")
         total = sum(counts.values())
         span = slice(begin, begin + len(tokens))
-        unmask_forward = np.asarray(self.state.unmask_forward[row, span])
-        confidence = np.asarray(self.state.confidence[row, span])
+        unmask_forward = self.seen.unmask_forward[row, span]
+        confidence = self.seen.confidence[row, span]
         confidence = np.where(unmask_forward == UNDECIDED, 1.0, confidence)
         return Output(
             tokens=tokens,
@@ -413,8 +459,10 @@ def check_drafter(config: ModelConfig, request: Plan, drafter: ModelConfig | Non
         check_pair(config, drafter)
 
 
-def _config(model: Model | None) -> ModelConfig | None:
-    return None if model is None else model.config
+def _check_drafter(model: Model, request: Plan, drafter: Model | None) -> None:
+    check_drafter(model.config, request, None if drafter is None else drafter.config)
+    if drafter is not None and drafter.mesh != model.mesh:
+        raise ValueError("draft_model must be loaded with the model's mesh.")
 
 
 def run_plan(
@@ -425,7 +473,7 @@ def run_plan(
     draft_model: Model | None = None,
 ) -> list[Output]:
     """Decodes prompts as `request` says; as `generate` after its settings are checked."""
-    check_drafter(model.config, request, _config(draft_model))
+    _check_drafter(model, request, draft_model)
     rows = _encode_all(model, request, prompts)
     size = batch_size or max(len(rows), 1)
     outputs: list[Output] = []
@@ -566,7 +614,7 @@ def stream_plan(
     model: Model, request: Plan, prompt: Prompt, draft_model: Model | None = None
 ) -> Iterator[tuple[str, Output | None]]:
     """Decodes one prompt block by block: pieces of text, then ("", the output)."""
-    check_drafter(model.config, request, _config(draft_model))
+    _check_drafter(model, request, draft_model)
     rows = _encode_all(model, request, [prompt])
     if model.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text to stream.")
@@ -595,6 +643,6 @@ def stream(
     `generate`, but for `batch_size`; wrong settings raise at once.
     """
     request = plan(model.config, decoder, **arguments)
-    check_drafter(model.config, request, _config(draft_model))
+    _check_drafter(model, request, draft_model)
     pieces = stream_plan(model, request, prompt, draft_model)
     return (piece for piece, _ in pieces if piece)

@@ -7,12 +7,14 @@ and at a vocabulary of 152k those of 256 slots are a quarter of the weights of a
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dllm_jax import sampling, transformer
 from dllm_jax.params import Params
+from dllm_jax.partition import WHOLE, Partition
 
 CHUNK = 8192
 """Vocabulary entries of a chunk: the logits of 1024 slots still fit a TPU core's memory."""
@@ -22,12 +24,30 @@ MOST_LOGITS = 2**24
 on the core, by its memory reports for v5e."""
 
 
+class _Sums(NamedTuple):
+    """What is known of some slots' logits after a part of the vocabulary: `[B, T]` each."""
+
+    best: jax.Array  # float32, the largest logit but the mask token's
+    token: jax.Array  # int32, whose it is
+    largest: jax.Array  # float32, of all logits
+    total: jax.Array  # float32, sum of exp(logit - largest)
+    weighted: jax.Array  # float32, sum of exp(logit - largest) * logit
+
+    def proposal(self) -> sampling.Proposal:
+        """The proposal when the whole vocabulary was seen."""
+        log_normaliser = self.largest + jnp.log(self.total)
+        entropy = log_normaliser - self.weighted / self.total
+        return sampling.Proposal(self.token, jnp.exp(self.best - log_normaliser), entropy)
+
+
 def propose_greedily(
     params: Params,
     hidden: jax.Array,
     mask_id: int,
     chunk: int = CHUNK,
     most_logits: int = MOST_LOGITS,
+    vocab_size: int | None = None,
+    partition: Partition = WHOLE,
 ) -> sampling.Proposal:
     """The same as `sampling.propose` of `transformer.logits`, up to rounding.
 
@@ -37,24 +57,49 @@ def propose_greedily(
       mask_id: static; never proposed, but with its share of the probability.
       chunk: static, vocabulary entries at a time.
       most_logits: static; as many logits are computed as a whole.
+      vocab_size: static, of the model; needed where a partition may divide the vocabulary.
+      partition: static, as in `transformer.forward`.
 
     Returns:
       The proposals; ties go to the lowest index.
     """
-    tied = params.head is None
-    weights = params.embed if tied else params.head
-    axis = 0 if tied else 1
-    vocab_size = weights.shape[axis]
+    held = params.embed.shape[0] if params.head is None else params.head.shape[1]
+    divided = vocab_size not in (None, held) and partition.tensor > 1
     slots = math.prod(hidden.shape[:-1])
-    if vocab_size <= chunk or slots * vocab_size <= most_logits:
+    if not divided and (held <= chunk or slots * held <= most_logits):
         return sampling.propose(transformer.logits(params, hidden), mask_id)
+    first = partition.index("tensor") * held if divided else 0
+    sums = _sum_chunks(params, hidden, mask_id - first, min(chunk, held))
+    if not divided:
+        return sums.proposal()
+    # Each device has seen its part of the vocabulary: a few numbers a slot are exchanged.
+    sums = sums._replace(token=sums.token + first)
+    parts = _Sums(*(jax.lax.all_gather(x, "tensor") for x in sums))
+    largest = jnp.max(parts.largest, axis=0)
+    decay = jnp.exp(parts.largest - largest)
+    winner = jnp.argmax(parts.best, axis=0)[None]  # the first: tokens are in order
+    return _Sums(
+        best=jnp.max(parts.best, axis=0),
+        token=jnp.take_along_axis(parts.token, winner, axis=0)[0],
+        largest=largest,
+        total=jnp.sum(decay * parts.total, axis=0),
+        weighted=jnp.sum(decay * parts.weighted, axis=0),
+    ).proposal()
+
+
+def _sum_chunks(
+    params: Params, hidden: jax.Array, mask_id: jax.Array | int, chunk: int
+) -> _Sums:
+    """Goes through the vocabulary that is here; `mask_id` may lie outside of it."""
+    tied = params.head is None
+    weights, axis = (params.embed, 0) if tied else (params.head, 1)
+    size = weights.shape[axis]
     column = jnp.arange(chunk, dtype=jnp.int32)
     lowest = jnp.finfo(jnp.float32).min
 
-    def absorb(carry, first):
-        best, token, largest, total, weighted = carry
+    def absorb(sums: _Sums, first):
         # The last chunk begins early enough to be whole; what it repeats does not count.
-        start = jnp.minimum(first, vocab_size - chunk)
+        start = jnp.minimum(first, size - chunk)
         part = jax.lax.dynamic_slice_in_dim(weights, start, chunk, axis)
         part = params.replace(embed=part) if tied else params.replace(head=part)
         logits = transformer.logits(part, hidden)
@@ -65,29 +110,28 @@ def propose_greedily(
         allowed = jnp.where(index < first, -jnp.inf, allowed)
         candidate = jnp.max(allowed, axis=-1)
         at = start + jnp.argmax(allowed, axis=-1).astype(jnp.int32)
-        token = jnp.where(candidate > best, at, token)
 
-        new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
-        share = jnp.exp(logits - new_largest[..., None])
-        decay = jnp.exp(largest - new_largest)
+        largest = jnp.maximum(sums.largest, jnp.max(logits, axis=-1))
+        share = jnp.exp(logits - largest[..., None])
+        decay = jnp.exp(sums.largest - largest)
         # xlogx: a logit of -inf has probability 0 and adds nothing.
         product = jnp.where(share > 0.0, share * logits, 0.0)
-        total = decay * total + jnp.sum(share, axis=-1)
-        weighted = decay * weighted + jnp.sum(product, axis=-1)
-        best = jnp.maximum(candidate, best)
-        return (best, token, new_largest, total, weighted), None
+        return _Sums(
+            best=jnp.maximum(candidate, sums.best),
+            token=jnp.where(candidate > sums.best, at, sums.token),
+            largest=largest,
+            total=decay * sums.total + jnp.sum(share, axis=-1),
+            weighted=decay * sums.weighted + jnp.sum(product, axis=-1),
+        ), None
 
     zero = jnp.zeros(hidden.shape[:-1], jnp.float32)
-    start = (
-        jnp.full_like(zero, -jnp.inf),
-        zero.astype(jnp.int32),
-        jnp.full_like(zero, lowest),
-        zero,
-        zero,
+    start = _Sums(
+        best=jnp.full_like(zero, -jnp.inf),
+        token=zero.astype(jnp.int32),
+        largest=jnp.full_like(zero, lowest),
+        total=zero,
+        weighted=zero,
     )
     with jax.named_scope("unmasking_head"):
-        firsts = jnp.arange(0, vocab_size, chunk, dtype=jnp.int32)
-        (best, token, largest, total, weighted), _ = jax.lax.scan(absorb, start, firsts)
-        log_normaliser = largest + jnp.log(total)
-    entropy = log_normaliser - weighted / total
-    return sampling.Proposal(token, jnp.exp(best - log_normaliser), entropy)
+        firsts = jnp.arange(0, size, chunk, dtype=jnp.int32)
+        return jax.lax.scan(absorb, start, firsts)[0]

@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from dllm_jax import layouts
 from dllm_jax.config import ModelConfig
 from dllm_jax.generate import bucket
 from dllm_jax.model import Model
 from dllm_jax.prompts import Prompt, no_masks, token_ids
+from dllm_jax.sharding import place
 from dllm_jax.tokenizer import Tokenizer
 
 Order = Literal["random", "left_to_right", "right_to_left"]
@@ -198,7 +200,9 @@ def _scorer(model: Model, guided: bool):
         out = jax.lax.map(cross_entropy, (chunks(hidden), chunks(batch.target)))
         return out.swapaxes(0, 1).reshape(out.shape[1], -1)
 
-    return jax.jit(score)
+    # Rows are not divided over a mesh: guidance pairs them.
+    specs = None if model.mesh is None else model.specs
+    return model.jit(score, (specs, P(), P()), P())
 
 
 def score_rows(
@@ -232,7 +236,7 @@ def score_rows(
                 noisy[index, : row.prompt_length] = model.config.mask_id
             halves = zip(batch, batch._replace(noisy=noisy), strict=True)
             batch = _Batch(*map(np.concatenate, halves))
-        args = (model.params, batch, np.float32(cfg_scale))
+        args = (model.params, *place(model.mesh, (batch, np.float32(cfg_scale)), P()))
         nll = np.asarray(model.run_program(key, lambda: _scorer(model, guided), args))
         for values, (index, row) in zip(nll.astype(np.float64), group, strict=False):
             values = -values[: len(row.target)] * row.weight

@@ -1,10 +1,11 @@
 """A loaded model: parameters, config, tokenizer, and the programs compiled for it."""
 
+import dataclasses
 import functools
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dllm_jax import head, transformer
 from dllm_jax.cache import init_cache
@@ -27,6 +29,14 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.decoding.base import ModelFns
 from dllm_jax.hf import HFCheckpoint
 from dllm_jax.params import Params
+from dllm_jax.partition import WHOLE, Partition
+from dllm_jax.sharding import (
+    LOGICAL_RULES,
+    REPLICATED,
+    make_mesh,
+    make_partition,
+    param_shardings,
+)
 from dllm_jax.tokenizer import Tokenizer
 
 DEMO_MODELS = ("demo", "demo-draft", "demo-llada")
@@ -43,12 +53,16 @@ class Model:
         tokenizer: Tokenizer | None = None,
         name: str = "model",
         kv_dtype: Any = None,
+        mesh: Mesh | None = None,
+        divided: bool = True,
     ):
         self.params = params
         self.config = config
         self.tokenizer = tokenizer
         self.name = name
         self.kv_dtype = kv_dtype  # of keys and values in caches; that of params if None
+        self.mesh = mesh  # of `sharding.make_mesh`, where the parameters lie; or None
+        self.divided = divided  # over the mesh; else every device has all of the model
         self.num_traces = 0  # times that a program was traced, for tests
         self.compile_seconds = 0.0
         self._programs: dict[Any, Callable] = {}
@@ -60,7 +74,44 @@ class Model:
 
     def fns(self, params: Params) -> ModelFns:
         """The model as decoders see it."""
+        return model_fns(
+            params, self.config, kv_dtype=self.kv_dtype, partition=self.partition
+        )
+
+    def undivided_fns(self, params: Params) -> ModelFns:
+        """`fns` as if there were no mesh."""
         return model_fns(params, self.config, kv_dtype=self.kv_dtype)
+
+    @property
+    def partition(self) -> Partition:
+        """How the devices of the mesh divide the model."""
+        return make_partition(self.mesh) if self.divided else WHOLE
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters lie on the mesh: a tree of `PartitionSpec`."""
+        rules = LOGICAL_RULES if self.divided else REPLICATED
+        shardings = param_shardings(self.config, self.mesh, rules)
+        return jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+    def jit(self, fn: Callable, in_specs: Any, out_specs: Any, **options: Any) -> Callable:
+        """`jax.jit`, on a mesh with every device running `fn` on its own parts.
+
+        Args:
+          fn: a pure function of the parameters and a batch.
+          in_specs: `PartitionSpec` of its arguments, as `jax.shard_map` takes them.
+          out_specs: of its results.
+          **options: of `jax.jit`.
+        """
+        if self.mesh is not None:
+            fn = jax.shard_map(
+                fn,
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                check_vma=False,
+            )
+        return jax.jit(fn, **options)
 
     def run_program(self, key: tuple, build: Callable[[], Callable], args: tuple) -> Any:
         """Calls a jitted function, compiling it once for each key and argument shapes."""
@@ -92,17 +143,34 @@ def model_fns(
     config: ModelConfig,
     implementation: str = "auto",
     kv_dtype: Any = None,
+    partition: Partition = WHOLE,
 ) -> ModelFns:
-    """Binds parameters, and the attention of `attention.attend`, to the transformer."""
+    """Binds parameters, and the attention of `attention.attend`, to the transformer.
+
+    Args:
+      params: the weights; under a partition those of one device.
+      config: of the whole model.
+      implementation: of the attention.
+      kv_dtype: of cached keys and values; that of the weights if None.
+      partition: how the model is divided, inside `shard_map`.
+    """
     kv_dtype = kv_dtype or params.embed.dtype
+    own = dataclasses.replace(config, num_kv_heads=partition.heads(config.num_kv_heads))
+    divided = {"vocab_size": config.vocab_size, "partition": partition}
     return ModelFns(
         config=config,
         forward=functools.partial(
-            transformer.forward, params, config, implementation=implementation
+            transformer.forward,
+            params,
+            config,
+            implementation=implementation,
+            partition=partition,
         ),
-        logits=functools.partial(transformer.logits, params),
-        init_cache=lambda batch, slots: init_cache(config, batch, slots, kv_dtype),
-        propose=functools.partial(head.propose_greedily, params, mask_id=config.mask_id),
+        logits=functools.partial(transformer.logits, params, **divided),
+        init_cache=lambda batch, slots: init_cache(own, batch, slots, kv_dtype),
+        propose=functools.partial(
+            head.propose_greedily, params, mask_id=config.mask_id, **divided
+        ),
     )
 
 
@@ -141,6 +209,8 @@ def load(
     kv_dtype: str = "auto",
     family: str | None = None,
     mask_id: int | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
+    divided: bool = True,
 ) -> Model:
     """Loads a model.
 
@@ -153,13 +223,21 @@ def load(
         bandwidth and is approximate; "auto" is that of the weights.
       family: overrides what config.json says of the architecture (HF directories only).
       mask_id: overrides the mask id (HF directories only).
+      mesh: sizes of the axes data (rows of a batch), tensor (heads, feed-forward and
+        vocabulary) and expert, as "data=2,tensor=4" or a dict; or a mesh of
+        `sharding.make_mesh`. Each device, and each host, reads its own part.
+      divided: False puts the whole model on every device of the mesh (a small drafter
+        whose target is divided).
 
     Returns:
-      The model, on the default device.
+      The model, on the default device or on the mesh.
 
     Raises:
-      ValueError: if there is no such model, or it is damaged.
+      ValueError: if there is no such model, it is damaged, or it cannot be divided so.
     """
+    if not isinstance(mesh, Mesh):
+        mesh = make_mesh(mesh)
+    rules = LOGICAL_RULES if divided else REPLICATED
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if dtype not in DTYPES:
@@ -174,12 +252,14 @@ def load(
             )
         sidecar = read_sidecar(path)
         config = sidecar.config
-        params = read_params(path, sidecar, DTYPES[dtype])
+        shardings = None if mesh is None else param_shardings(config, mesh, rules)
+        params = read_params(path, sidecar, DTYPES[dtype], shardings)
     else:
         checkpoint = HFCheckpoint(path, family, mask_id)
         config = checkpoint.config
-        params = read_hf_params(checkpoint, DTYPES[dtype])
+        shardings = None if mesh is None else param_shardings(config, mesh, rules)
+        params = read_hf_params(checkpoint, DTYPES[dtype], shardings)
     has_tokenizer = any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
     tokenizer = Tokenizer(path, config.mask_id) if has_tokenizer else None
     cached = jnp.int8 if kv_dtype == "int8" else None
-    return Model(params, config, tokenizer, os.fspath(name), cached)
+    return Model(params, config, tokenizer, os.fspath(name), cached, mesh, divided)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from dllm_jax.config import MoEConfig
 from dllm_jax.layers import swiglu
 from dllm_jax.params import LayerParams
+from dllm_jax.partition import WHOLE, Partition
 
 
 def route(
@@ -49,26 +50,37 @@ def route(
     return expert.astype(jnp.int32), weight * jnp.float32(config.scale)
 
 
-def mixture(x: jax.Array, layer: LayerParams, config: MoEConfig) -> jax.Array:
+def mixture(
+    x: jax.Array, layer: LayerParams, config: MoEConfig, partition: Partition = WHOLE
+) -> jax.Array:
     """The feed-forward part of a layer with experts, `[B, T, D]` to `[B, T, D]`.
 
     Tokens are sorted by expert and each matrix is one `ragged_dot`; the routed outputs
-    are added up in float32.
+    are added up in float32. Where a partition divides experts or their columns, this is
+    what the device's own parts add to the sum.
     """
     tokens = x.reshape(-1, x.shape[-1])
     expert, weight = route(tokens, layer.router, layer.router_bias, config)
-    order = jnp.argsort(expert.reshape(-1), stable=True)
-    sizes = jnp.sum(
-        expert.reshape(-1, 1) == jnp.arange(config.num_experts, dtype=jnp.int32),
-        axis=0,
-        dtype=jnp.int32,
-    )
+    held = layer.expert_gate.shape[0]
+    own = expert.reshape(-1) - partition.index("expert") * held
+    # Choices of other devices' experts come last and belong to no group.
+    own = jnp.where((own >= 0) & (own < held), own, held)
+    order = jnp.argsort(own, stable=True)
+    groups = jnp.arange(held, dtype=jnp.int32)
+    sizes = jnp.sum(own[:, None] == groups, axis=0, dtype=jnp.int32)
     rows = tokens[order // config.experts_per_token]
     gate = jax.lax.ragged_dot(rows, layer.expert_gate, sizes)
     up = jax.lax.ragged_dot(rows, layer.expert_up, sizes)
     out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, layer.expert_down, sizes)
     out = out[jnp.argsort(order)].reshape(*expert.shape, -1).astype(jnp.float32)
+    if partition.expert > 1:  # rows without a group are not defined
+        mine = (own < held).reshape(*expert.shape, 1)
+        out = jnp.where(mine, out, jnp.zeros_like(out))
     mixed = jnp.sum(out * weight[..., None], axis=1).astype(x.dtype).reshape(x.shape)
     if layer.gate is None:
         return mixed
-    return mixed + swiglu(x, layer.gate, layer.up, layer.down)
+    shared = swiglu(x, layer.gate, layer.up, layer.down)
+    if partition.expert > 1:  # all devices along the axis have it, one adds it
+        first = partition.index("expert") == 0
+        shared = jnp.where(first, shared, jnp.zeros_like(shared))
+    return mixed + shared

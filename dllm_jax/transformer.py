@@ -12,6 +12,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.layers import apply_rope, rms_norm, rope_tables, swiglu
 from dllm_jax.moe import mixture
 from dllm_jax.params import LayerParams, Params
+from dllm_jax.partition import WHOLE, Partition
 from kernels_pallas import TokenFields, pack_fields
 
 
@@ -30,6 +31,7 @@ def forward(
     fields: TokenFields,
     cache: KVCache | None = None,
     implementation: str = "auto",
+    partition: Partition = WHOLE,
 ) -> ForwardOutput:
     """Runs fresh tokens through the model; the cache is only read.
 
@@ -40,6 +42,8 @@ def forward(
       fields: `[B, T]` each, which decide positions and who sees whom.
       cache: the committed prefix of every row, or None.
       implementation: static, of the attention (`attention.attend`).
+      partition: static, how the model is divided; parameters, cache and the keys and values
+        that come back are then this device's part, and the call is inside `shard_map`.
 
     Returns:
       Hidden states, and the fresh keys and values, which `cache.append` can keep.
@@ -50,7 +54,14 @@ def forward(
     rotary_dim = int(config.head_dim * config.rotary_fraction)
     cos, sin = rope_tables(fields.position, rotary_dim, config.rope_theta)
 
-    packed = pack_fields(fields, config.num_heads // config.num_kv_heads)
+    num_heads = partition.heads(config.num_heads)
+    num_kv_heads = partition.heads(config.num_kv_heads)
+    packed = pack_fields(fields, num_heads // num_kv_heads)
+
+    def own(weight):  # of keys or values
+        if weight is None:
+            return None
+        return partition.own_head(weight, config.num_kv_heads, config.head_dim)
 
     def project(x, weight, bias):  # [B, T, D] -> [B, T, heads, H]
         # Fused with what follows, XLA for TPU would want the weight transposed: a copy of
@@ -62,8 +73,8 @@ def forward(
     def qk_norms(stack: LayerParams):  # [L, N + K, H], the weights of all heads
         if stack.q_norm is None:
             return None
-        queries = jnp.repeat(stack.q_norm[:, None], config.num_heads, axis=1)
-        keys = jnp.repeat(stack.k_norm[:, None], config.num_kv_heads, axis=1)
+        queries = jnp.repeat(stack.q_norm[:, None], num_heads, axis=1)
+        keys = jnp.repeat(stack.k_norm[:, None], num_kv_heads, axis=1)
         return jnp.concatenate([queries, keys], axis=1)
 
     def layer_step(carry, xs: tuple[LayerParams, jax.Array | None]):
@@ -73,25 +84,26 @@ def forward(
             y = rms_norm(x, layer.attn_norm, config.norm_eps)
             # Queries and keys go through norm and RoPE together: half as many operations.
             q = project(y, layer.q, layer.q_bias)
-            k = project(y, layer.k, layer.k_bias)
+            k = project(y, own(layer.k), own(layer.k_bias))
             both = jnp.concatenate([q, k], axis=2)
             if norms is not None:
                 both = rms_norm(both, norms, config.norm_eps)
-            q, k = jnp.split(apply_rope(both, cos, sin), [config.num_heads], axis=2)
+            q, k = jnp.split(apply_rope(both, cos, sin), [num_heads], axis=2)
             k = k.swapaxes(1, 2)
-            v = project(y, layer.v, layer.v_bias).swapaxes(1, 2)
+            v = project(y, own(layer.v), own(layer.v_bias)).swapaxes(1, 2)
             out = attend(q, k, v, packed, cache, index, implementation)
-            x = x + out.reshape(batch, num_tokens, -1) @ layer.o
+            x = x + partition.sum(out.reshape(batch, num_tokens, -1) @ layer.o)
         with jax.named_scope("mlp"):
             y = rms_norm(x, layer.mlp_norm, config.norm_eps)
             if layer.router is None:
-                x = x + swiglu(y, layer.gate, layer.up, layer.down)
+                x = x + partition.sum(swiglu(y, layer.gate, layer.up, layer.down))
             else:
-                x = x + mixture(y, layer, config.moe)
+                part = mixture(y, layer, config.moe, partition)
+                x = x + partition.sum(part, ("tensor", "expert"))
         return (x, index + 1), (k, v)
 
     with jax.named_scope("embed"):
-        x = params.embed[tokens]
+        x = partition.rows_of_table(params.embed, tokens, config.vocab_size)
     fresh, carry = [], (x, jnp.int32(0))
     for stack in params.stacks:
         carry, keys_values = jax.lax.scan(layer_step, carry, (stack, qk_norms(stack)))
@@ -104,20 +116,33 @@ def forward(
     return ForwardOutput(hidden, k, v)
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
+def logits(
+    params: Params,
+    hidden: jax.Array,
+    vocab_size: int | None = None,
+    partition: Partition = WHOLE,
+) -> jax.Array:
     """Float32 logits `[..., V]` of hidden states `[..., D]`.
 
     Only ask for slots that can be unmasked: at a vocabulary of 152k this is the largest
     array of a forward pass.
+
+    Args:
+      params: the weights.
+      hidden: after the final norm.
+      vocab_size: of the model; needed where a partition may divide the vocabulary, whose
+        devices then gather each other's logits.
+      partition: static, as in `forward`.
     """
     with jax.named_scope("logits"):
         if params.head is None:
-            return jnp.einsum(
-                "...d,vd->...v",
-                hidden,
-                params.embed,
-                preferred_element_type=jnp.float32,
+            own = jnp.einsum(
+                "...d,vd->...v", hidden, params.embed, preferred_element_type=jnp.float32
             )
-        return jnp.einsum(
-            "...d,dv->...v", hidden, params.head, preferred_element_type=jnp.float32
-        )
+        else:
+            own = jnp.einsum(
+                "...d,dv->...v", hidden, params.head, preferred_element_type=jnp.float32
+            )
+        if vocab_size in (None, own.shape[-1]) or partition.tensor == 1:
+            return own
+        return jax.lax.all_gather(own, "tensor", axis=own.ndim - 1, tiled=True)

@@ -17,6 +17,8 @@ from pathlib import Path
 import jax
 import pytest
 
+# Meshes of up to eight devices; what has no mesh runs on the first.
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
