@@ -19,6 +19,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from dllm_jax.caches import compile_cache
 from dllm_jax.checkpoint import DTYPES
 from dllm_jax.decoding import DECODERS
 from dllm_jax.generate import (
@@ -276,8 +277,7 @@ def _set_up_jax(args: argparse.Namespace) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     if args.compile_cache is not None or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        directory = Path(args.compile_cache or Path(home) / "dllm_jax" / "compiled")
+        directory = Path(args.compile_cache or compile_cache())
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -10,12 +10,15 @@ ROOT = Path(__file__).parent.parent
 
 # A module may import from those before it, never from those behind it.
 LAYERS = (
+    "caches",
     "config",
     "params",
-    "sharding",
+    "model_sizes",
+    "partition",
     "layers",
     "moe",
     "cache",
+    "sharding",
     "layouts",
     "attention",
     "transformer",
@@ -36,6 +39,7 @@ LAYERS = (
     "training",
     "train",
     "decode",
+    "doctor",
 )
 
 
