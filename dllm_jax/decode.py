@@ -21,6 +21,7 @@ from rich.table import Table
 
 from dllm_jax.caches import compile_cache
 from dllm_jax.checkpoint import DTYPES
+from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import DECODERS
 from dllm_jax.generate import (
     MAX_NEW_TOKENS,
@@ -96,6 +97,15 @@ def make_parser() -> argparse.ArgumentParser:
         description="Decode prompts with a diffusion language model.",
         allow_abbrev=False,
     )
+    add_model_flags(parser)
+    _add_prompt_flags(parser)
+    add_generation_flags(parser)
+    _add_output_flags(parser)
+    return parser
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Which model, and where it runs."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -139,6 +149,8 @@ def make_parser() -> argparse.ArgumentParser:
         "(default JAX_COMPILATION_CACHE_DIR, else the user's cache directory)",
     )
 
+
+def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompt (default: stdin, else a sample problem)")
     source = group.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable")
@@ -166,6 +178,9 @@ def make_parser() -> argparse.ArgumentParser:
         f"{MARKER[:-1]}:n{MARKER[-1]} stands for n",
     )
 
+
+def add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    """How it decodes: the decoder, and every decoder's settings."""
     group = parser.add_argument_group("generation")
     summaries = "; ".join(f"{d.name}: {d.summary}" for d in DECODERS.values())
     group.add_argument(
@@ -201,6 +216,8 @@ def make_parser() -> argparse.ArgumentParser:
     for name, users in _shared_settings().items():
         _add_setting(group, name, users)
 
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
         "--stream",
@@ -213,7 +230,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="FILE", help="write JSON lines here (a new file)"
     )
     group.add_argument("--quiet", action="store_true", help="nothing on stderr")
-    return parser
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -264,7 +280,8 @@ def _decode_utf8(raw: bytes, name: str) -> str:
         raise ValueError(f"{name} is not UTF-8 at byte {error.start}.") from None
 
 
-def _set_up_jax(args: argparse.Namespace) -> None:
+def set_up_jax(args: argparse.Namespace) -> None:
+    """Applies `--device` and `--compile-cache`; raises ValueError."""
     if args.device != "auto":
         platform = {"gpu": "cuda"}.get(args.device, args.device)
         jax.config.update("jax_platforms", platform)
@@ -371,27 +388,32 @@ def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
         return plan_infill(config, args.decoder, **shared)
     if args.marker is not None:
         raise ValueError(f"marker={args.marker!r} needs --infill.")
-    if args.draft_whole and (args.mesh is None or args.draft_model is None):
-        raise ValueError("draft_whole=True needs --mesh and --draft-model.")
     request = plan(config, args.decoder, **generation, chat=args.chat, **shared)
-    drafter = None if args.draft_model is None else load_config(args.draft_model)
-    check_drafter(config, request, drafter)
+    check_draft_flags(args, request, config)
     return request
 
 
-def _run(args: argparse.Namespace) -> None:
-    console = Console(stderr=True, quiet=args.quiet, soft_wrap=True)
-    _check_output(args.output)
-    prompts = _read_prompts(args)
-    if args.stream and (len(prompts) > 1 or args.json or args.infill):
-        raise ValueError("stream=True needs one prompt, no --json and no --infill.")
-    settings = {
+def check_draft_flags(args: argparse.Namespace, request: Plan, config: ModelConfig) -> None:
+    """Raises ValueError unless the flags give the drafter that the decoder needs."""
+    if args.draft_whole and (args.mesh is None or args.draft_model is None):
+        raise ValueError("draft_whole=True needs --mesh and --draft-model.")
+    drafter = None if args.draft_model is None else load_config(args.draft_model)
+    check_drafter(config, request, drafter)
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The decoder settings that were given, by name."""
+    return {
         name: value
         for name in _shared_settings()
         if (value := getattr(args, f"setting_{name}")) is not None
     }
-    request = _make_plan(args, settings)
-    _set_up_jax(args)
+
+
+def load_models(
+    args: argparse.Namespace, request: Plan, console: Console
+) -> tuple[Model, Model | None]:
+    """The model and its drafter; says how it will decode, and on what."""
     device = jax.devices()[0]
     shown = " ".join(f"{name}={value}" for name, value in request.describe().items())
     console.print(shown, highlight=False, markup=False)
@@ -407,6 +429,18 @@ def _run(args: argparse.Namespace) -> None:
         highlight=False,
         markup=False,
     )
+    return model, drafter
+
+
+def _run(args: argparse.Namespace) -> None:
+    console = Console(stderr=True, quiet=args.quiet, soft_wrap=True)
+    _check_output(args.output)
+    prompts = _read_prompts(args)
+    if args.stream and (len(prompts) > 1 or args.json or args.infill):
+        raise ValueError("stream=True needs one prompt, no --json and no --infill.")
+    request = _make_plan(args, given_settings(args))
+    set_up_jax(args)
+    model, drafter = load_models(args, request, console)
     streams = args.stream
     if streams is None and not args.infill:
         streams = sys.stdout.isatty() and len(prompts) == 1 and not args.json
@@ -426,17 +460,19 @@ def _run(args: argparse.Namespace) -> None:
     _print_stats(console, outputs)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    # Names that people know from other projects have underscores; both work.
-    argv = [
+def usual_names(argv: Sequence[str] | None) -> list[str]:
+    """The arguments, with `-` for `_` in flags: other projects' names have underscores."""
+    return [
         arg.partition("=")[0].replace("_", "-") + "".join(arg.partition("=")[1:])
         if arg.startswith("--")
         else arg
-        for arg in argv
+        for arg in (sys.argv[1:] if argv is None else argv)
     ]
-    args = make_parser().parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = make_parser().parse_args(usual_names(argv))
     try:
         _run(args)
     except ValueError as error:

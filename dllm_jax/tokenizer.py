@@ -62,10 +62,20 @@ class Tokenizer:
 
         Args:
           messages: `{"role": .., "content": ..}` each.
+
+        Raises:
+          ValueError: if the template does not take them, such as a system prompt.
         """
-        text: Any = self._hf.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
+        from jinja2 import TemplateError
+
+        try:
+            text: Any = self._hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the model's chat template does not take this conversation: {error}"
+            ) from None
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -31,6 +31,7 @@ LAYERS = (
     "hf",
     "checkpoint",
     "tokenizer",
+    "conversation",
     "model",
     "prompts",
     "settings",
@@ -39,6 +40,7 @@ LAYERS = (
     "training",
     "train",
     "decode",
+    "chat",
     "doctor",
 )
 
