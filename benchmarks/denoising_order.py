@@ -16,37 +16,14 @@ import matplotlib.pyplot as plt
 from common import finish, parse_args
 
 import dllm_jax
+from dllm_jax.plots import order_map
 from dllm_jax.training.problems import generate_problems
 
-_COLUMNS = 16
 _CASES = (
     ("ar", {}),
     ("block", {"block_length": 8, "threshold": 0.9}),
     ("block", {"block_length": 16, "threshold": 0.7}),
 )
-
-
-def _draw(axes, model, out, title: str) -> None:
-    steps = out.unmask_forward
-    colours = plt.get_cmap("viridis")
-    most = max(max(steps), 1)
-    rows = -(-len(steps) // _COLUMNS)
-    for index, (token, step) in enumerate(zip(out.tokens, steps, strict=True)):
-        row, column = divmod(index, _COLUMNS)
-        shade = step / most
-        axes.add_patch(
-            plt.Rectangle((column, -row), 1, -1, color=colours(shade), ec="white", lw=1.5)
-        )
-        ink = "black" if shade > 0.6 else "white"
-        text = model.tokenizer.decode([token]).strip() or "␣"
-        axes.text(column + 0.5, -row - 0.42, text, ha="center", va="center", color=ink)
-        axes.text(
-            column + 0.93, -row - 0.88, str(step + 1), ha="right", color=ink, fontsize=6
-        )
-    axes.set_xlim(0, _COLUMNS)
-    axes.set_ylim(-rows, 0)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.axis("off")
 
 
 def main() -> None:
@@ -68,7 +45,8 @@ def main() -> None:
         forwards, words = out.stats.forwards["denoise"], [decoder]
         words += [f"{name} {value}" for name, value in settings.items()]
         title = f"{', '.join(words)}: {out.stats.generated_tokens} tokens"
-        _draw(axes, model, out, f"{title} in {forwards} forwards")
+        title += f" in {forwards} forwards"
+        order_map(out, model.tokenizer, title=title, axes=axes)
         rows.append({"case": ", ".join(words), "forwards": forwards, "text": out.text})
     figure.suptitle(problem.question, fontsize=10, x=0.01, ha="left")
     figure.tight_layout()

@@ -10,7 +10,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from dllm_jax import plots, watch
 from dllm_jax.caches import compile_cache
 from dllm_jax.checkpoint import DTYPES
 from dllm_jax.config import ModelConfig
@@ -32,11 +33,13 @@ from dllm_jax.generate import (
     plan_infill,
     run_plan,
     stream_plan,
+    watch_plan,
 )
 from dllm_jax.model import DEMO_MODELS, KV_DTYPES, Model, load, load_config
 from dllm_jax.prompts import MARKER, Prompt
 from dllm_jax.settings import presets, setting_fields
 from dllm_jax.sharding import make_mesh
+from dllm_jax.trace_page import make_cells, trace_page
 
 _SAMPLE_SEED = 7
 
@@ -229,6 +232,27 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output", type=Path, metavar="FILE", help="write JSON lines here (a new file)"
     )
+    group.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=0.2,
+        metavar="SECONDS",
+        help="see the canvas fill, step by step, each shown so long at least (default "
+        "0.2); slow, the same text",
+    )
+    group.add_argument(
+        "--trace-out",
+        type=Path,
+        metavar="FILE",
+        help="write a web page that plays the denoising (a new file)",
+    )
+    group.add_argument(
+        "--trace-png",
+        type=Path,
+        metavar="FILE",
+        help="draw which forward unmasked each token (a new file; needs matplotlib)",
+    )
     group.add_argument("--quiet", action="store_true", help="nothing on stderr")
 
 
@@ -338,36 +362,116 @@ def _print_stats(console: Console, outputs: Sequence[Output]) -> None:
     )
 
 
-def _write_lines(path: Path, outputs: Sequence[Output]) -> None:
-    """Writes JSON lines to a new file, whole or not at all."""
+def _write_new(path: Path, name: str, write: Callable[[Path], None]) -> None:
+    """Writes a new file, whole or not at all; `name` is the setting that asked for it."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            for out in outputs:
-                file.write(json.dumps(out.to_dict(), ensure_ascii=False) + "\n")
+        write(partial)
         partial.rename(path)
     except OSError as error:
+        raise ValueError(f"{name}={str(path)!r}: {error.strerror or error}.") from None
+    finally:
         partial.unlink(missing_ok=True)
-        raise ValueError(f"output={str(path)!r}: {error.strerror or error}.") from None
 
 
-def _check_output(path: Path | None) -> None:
-    if path is None:
+def _write_outputs(
+    args: argparse.Namespace,
+    model: Model,
+    request: Plan,
+    prompts: Sequence[Prompt],
+    outputs: Sequence[Output],
+) -> None:
+    """The files that were asked for."""
+
+    def lines(path):
+        text = [json.dumps(out.to_dict(), ensure_ascii=False) + "\n" for out in outputs]
+        path.write_text("".join(text), encoding="utf-8")
+
+    def page(path):
+        shown = ["" if request.marker else _prompt_text(model, p) for p in prompts]
+        cells = [make_cells(out, model.tokenizer) for out in outputs]
+        traces = list(zip(shown, cells, strict=True))
+        settings = (f"{name}={value}" for name, value in request.describe().items())
+        path.write_text(trace_page(traces, " ".join(settings)), encoding="utf-8")
+
+    def picture(path):
+        figure = plots.order_maps(outputs, model.tokenizer)
+        figure.savefig(path, format="png", dpi=110)
+
+    for name, write in (("output", lines), ("trace_out", page), ("trace_png", picture)):
+        if getattr(args, name) is not None:
+            _write_new(getattr(args, name), name, write)
+
+
+def _prompt_text(model: Model, prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return (
+        " ".join(map(str, prompt))
+        if model.tokenizer is None
+        else (model.tokenizer.decode(list(prompt)))
+    )
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Raises ValueError unless every file that is to be written can be."""
+    names: dict[Path, str] = {}
+    for name in ("output", "trace_out", "trace_png"):
+        path = getattr(args, name)
+        if path is None:
+            continue
+        if path.exists():
+            raise ValueError(f"{name}={str(path)!r} exists: choose another file.")
+        if not os.access(path.resolve().parent, os.W_OK):
+            raise ValueError(f"{name}={str(path)!r}: the directory cannot be written.")
+        if path.resolve() in names:
+            other = names[path.resolve()]
+            raise ValueError(f"{name}={str(path)!r} is the file of {other} too.")
+        names[path.resolve()] = name
+    if args.trace_png is not None:
+        try:
+            plots.check_matplotlib()
+        except ValueError as error:
+            raise ValueError(f"trace_png={str(args.trace_png)!r}: {error}") from None
+
+
+def _check_watch(args: argparse.Namespace, num_prompts: int, console: Console) -> None:
+    if args.watch is None:
         return
-    if path.exists():
-        raise ValueError(f"output={str(path)!r} exists: choose another file.")
-    if not os.access(path.resolve().parent, os.W_OK):
-        raise ValueError(f"output={str(path)!r}: the directory cannot be written.")
+    if not 0.0 <= args.watch < float("inf"):
+        raise ValueError(f"watch={args.watch} must be seconds, at least 0.")
+    if num_prompts > 1 or args.stream or args.quiet:
+        raise ValueError(
+            f"watch={args.watch} needs one prompt, and neither --stream nor --quiet."
+        )
+    if not console.is_terminal or console.is_dumb_terminal:
+        raise ValueError(f"watch={args.watch} needs a terminal: stderr is none.")
 
 
 def _stream(model: Model, request: Plan, prompt: Prompt, drafter: Model | None) -> Output:
     result = None
-    for piece, out in stream_plan(model, request, prompt, drafter):
-        print(piece, end="", flush=True)
-        result = out
-    print(flush=True)
+    try:
+        for piece, out in stream_plan(model, request, prompt, drafter):
+            print(piece, end="", flush=True)
+            result = out
+    finally:
+        print(flush=True)  # also behind what an interruption leaves
     assert result is not None
     return result
+
+
+def _watch(
+    model: Model,
+    request: Plan,
+    prompt: Prompt,
+    drafter: Model | None,
+    console: Console,
+    seconds: float,
+) -> Output:
+    if model.tokenizer is None:
+        raise ValueError("the model has no tokenizer, so there is no text to watch.")
+    frames = watch_plan(model, request, prompt, drafter)
+    return watch.show(frames, model.tokenizer, model.config.mask_id, console, seconds)
 
 
 def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
@@ -434,8 +538,9 @@ def load_models(
 
 def _run(args: argparse.Namespace) -> None:
     console = Console(stderr=True, quiet=args.quiet, soft_wrap=True)
-    _check_output(args.output)
+    _check_files(args)
     prompts = _read_prompts(args)
+    _check_watch(args, len(prompts), console)
     if args.stream and (len(prompts) > 1 or args.json or args.infill):
         raise ValueError("stream=True needs one prompt, no --json and no --infill.")
     request = _make_plan(args, given_settings(args))
@@ -444,6 +549,8 @@ def _run(args: argparse.Namespace) -> None:
     streams = args.stream
     if streams is None and not args.infill:
         streams = sys.stdout.isatty() and len(prompts) == 1 and not args.json
+    if args.watch is not None:
+        streams = False
     if streams:
         if isinstance(prompts[0], str):
             console.print(prompts[0], style="dim", highlight=False, markup=False)
@@ -451,12 +558,14 @@ def _run(args: argparse.Namespace) -> None:
     else:
         if isinstance(prompts[0], str) and args.prompt is None and not args.json:
             console.print(prompts[0], style="dim", highlight=False, markup=False)
-        with console.status("compiling and decoding ..."):
-            outputs = run_plan(model, request, prompts, draft_model=drafter)
+        if args.watch is not None:
+            outputs = [_watch(model, request, prompts[0], drafter, console, args.watch)]
+        else:
+            with console.status("compiling and decoding ..."):
+                outputs = run_plan(model, request, prompts, draft_model=drafter)
         for out in outputs:
             print(json.dumps(out.to_dict(), ensure_ascii=False) if args.json else out.text)
-    if args.output is not None:
-        _write_lines(args.output, outputs)
+    _write_outputs(args, model, request, prompts, outputs)
     _print_stats(console, outputs)
 
 

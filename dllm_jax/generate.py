@@ -310,14 +310,16 @@ class _Run:
         self._decode_seconds += time.perf_counter() - began - compiled
         return state
 
-    def advance(self, pause: bool) -> bool:
-        """Goes on to the end, or to the next finished block; returns whether it ended."""
+    def advance(self, pause: bool, one_step: bool = False) -> bool:
+        """Goes on to the end, the next finished block, or by one step; whether it ended."""
         decoder = self._request.decoder
 
         def go_on(state, params, settings, pause):
             fns = self._fns(params)
             step = functools.partial(decoder.step, fns, settings)
             most_steps = decoder.most_steps(settings, state.canvas.shape[1])
+            if one_step:
+                most_steps = 1
             return loop.run(step, state, pause, most_steps)
 
         def build():
@@ -326,9 +328,14 @@ class _Run:
 
         paused = place(self._model.mesh, jnp.asarray(pause), P())
         args = (self.state, self._params, self._settings, paused)
-        self.state = self._call((decoder.name, "go_on", self._pair), build, args)
+        key = (decoder.name, "go_on", self._pair, one_step)
+        self.state = self._call(key, build, args)
         self._look()
         return bool(np.all(self.seen.done))
+
+    def canvas(self, row: int) -> list[int]:
+        """The slots of a row that may be returned, masks among them."""
+        return self.seen.canvas[row, self._rows[row].shown : self._rows[row].end].tolist()
 
     def committed(self, row: int) -> list[int]:
         """The ids of a row that will not change, up to its first stop id."""
@@ -627,6 +634,24 @@ def stream_plan(
         if piece:
             yield piece, None
     yield "", run.output(0)
+
+
+def watch_plan(
+    model: Model, request: Plan, prompt: Prompt, draft_model: Model | None = None
+) -> Iterator[tuple[list[int], Output | None]]:
+    """Decodes one prompt step by step: its canvas after each, at last with the output.
+
+    A step is one forward (`block` also stores in it, others may take one more to store).
+    Much slower than the loop on the device, and the same tokens.
+    """
+    _check_drafter(model, request, draft_model)
+    run = _Run(model, request, _encode_all(model, request, [prompt]), [0], draft_model)
+    ended = False
+    while not ended:
+        yield run.canvas(0), None
+        ended = run.advance(pause=False, one_step=True)
+        ended |= bool(request.stop) and run.has_stop(0)
+    yield run.canvas(0), run.output(0)
 
 
 def stream(

@@ -92,6 +92,26 @@ def _cut_inside(text: str, needle: str) -> list[str]:
     return out
 
 
+def token_pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each token; the pieces join to the text of all.
+
+    A character of several tokens belongs to the last of them.
+    """
+    pieces = []
+    # Tokenizers look at what precedes a token: each is decoded with those before it, from
+    # the last place where a character was complete, and one more such place.
+    begin = done = 0
+    for end in range(1, len(ids) + 1):
+        before = tokenizer.decode(ids[begin:done])
+        text = tokenizer.decode(ids[begin:end])
+        if text.endswith(_BROKEN) and end < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        begin, done = done, end
+    return pieces
+
+
 class TextStream:
     """Turns a growing list of committed ids into pieces of text.
 

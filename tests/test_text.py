@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_jax.tokenizer import TextStream, Tokenizer, find_stop
+from dllm_jax.tokenizer import TextStream, Tokenizer, find_stop, token_pieces
 from dllm_jax.training.vocabulary import (
     MASK,
     SPECIAL_TOKENS,
@@ -49,6 +49,53 @@ def test_streams_hold_back_half_characters(tokenizer, text):
             assert "\ufffd" not in piece
             sent += piece
         assert sent == text
+
+
+# Across block borders: what a cluster is made of may be committed forwards apart.
+CLUSTERS = {
+    "emoji": "🎉🥁",
+    "joined emoji": "👩‍👩‍👧‍👦",
+    "flag": "🇪🇸",
+    "skin tone": "👍🏽",
+    "Hangul syllables": "한국어",
+    "conjoining jamo": "\u1112\u1161\u11ab",
+    "combining marks": "e\u0301 o\u0302\u0323",
+    "Devanagari": "क्षि",
+}
+
+
+@pytest.mark.parametrize("text", CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_characters_across_block_borders(tokenizer, text, length):
+    """Every block border lies once inside each character: no piece has half of one."""
+    for shift in range(length):
+        ids = tokenizer.encode("x" * shift + text + "!")
+        stream, pieces = TextStream(tokenizer), []
+        for cut in range(length, len(ids) + length, length):
+            pieces.append(stream.push(ids[:cut], final=cut >= len(ids)))
+        assert "".join(pieces) == "x" * shift + text + "!"
+        assert not any("\ufffd" in piece for piece in pieces)
+        # What can be shown is not held back: a piece lacks at most the block's last bytes.
+        sent = "".join(pieces[:-1]).encode()
+        whole = (len(ids) - 1) // length * length
+        assert len(tokenizer.decode(ids[:whole]).rstrip("\ufffd").encode()) == len(sent)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=20))
+def test_token_pieces_join_to_the_text(tokenizer, text):
+    ids = tokenizer.encode(text.replace("<|", ""))
+    pieces = token_pieces(tokenizer, ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
+
+
+def test_token_pieces_of_broken_characters(tokenizer):
+    ids = tokenizer.encode("歪歪")
+    broken = [*ids[:1], *tokenizer.encode("a"), *ids[:2]]
+    assert "".join(token_pieces(tokenizer, broken)) == tokenizer.decode(broken)
+    assert token_pieces(tokenizer, tokenizer.encode("a歪"))[-1] == "歪"
 
 
 def test_a_stream_flushes_what_is_broken_at_the_end(tokenizer):
