@@ -3,14 +3,11 @@
 import io
 import os
 import re
-import signal
-import subprocess
 import sys
-import termios
-import time
 
 import jax
 import pytest
+from terminal import Terminal
 
 import dllm_jax
 from dllm_jax import chat
@@ -156,51 +153,19 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_session(talk, model, monkeypatch, 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
 def test_a_terminal_is_left_as_it_was():
     """Typing, Ctrl-C at the prompt and in an answer, and Ctrl-D."""
-    controller, terminal = os.openpty()
-    before = termios.tcgetattr(terminal)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "dllm_jax.chat",
-            "--decoder",
-            "ar",
-            "--compile-cache",
-            "none",
-        ],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env={**os.environ, "TERM": "xterm"},
-        start_new_session=True,
-    )
-    shown = ""
-
-    def wait_for(pattern, seconds=120):
-        """Reads until the pattern is shown; what came before it is done with."""
-        nonlocal shown
-        end = time.monotonic() + seconds
-        while not (found := re.search(pattern, shown)):
-            assert time.monotonic() < end, shown
-            shown += os.read(controller, 65536).decode()
-        shown = shown[found.end() :]
-
-    try:
-        wait_for(r"/help lists")
-        wait_for(r"> ")
-        process.send_signal(signal.SIGINT)
-        wait_for(r"Ctrl-D ends the session")
-        os.write(controller, FIRST.encode() + b"\r")
-        wait_for(r"Buying")
-        process.send_signal(signal.SIGINT)
-        wait_for(r"interrupted|tokens in")  # it may have been quicker
-        os.write(controller, b"/reset\r")
-        wait_for(r"is forgotten")
-        os.write(controller, b"\x04")
-        assert process.wait(60) == 0
-        assert termios.tcgetattr(terminal) == before
-    finally:
-        process.kill()
-        process.wait()
-        os.close(controller)
-        os.close(terminal)
+    argv = ("dllm_jax.chat", "--decoder", "ar", "--compile-cache", "none")
+    with Terminal(*argv) as terminal:
+        terminal.wait_for(r"/help lists")
+        terminal.wait_for(r"> ")
+        terminal.ctrl_c()
+        terminal.wait_for(r"Ctrl-D ends the session")
+        terminal.type(FIRST + "\r")
+        terminal.wait_for(r"Buying")
+        terminal.ctrl_c()
+        terminal.wait_for(r"interrupted|tokens in")  # it may have been quicker
+        terminal.type("/reset\r")
+        terminal.wait_for(r"is forgotten")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+        assert "Traceback" not in terminal.shown
+        assert terminal.is_clean

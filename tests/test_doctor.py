@@ -1,5 +1,6 @@
 """The doctor: what it says of machines and installations that are not as they should be."""
 
+import ast
 import json
 import os
 import subprocess
@@ -132,6 +133,19 @@ def test_floors_are_those_of_the_package():
     text = (ROOT / "setup.cfg").read_text()
     assert f"jax >= {doctor.JAX_FLOOR}\n" in text
     assert f"python_requires = >={doctor.PYTHON_FLOOR}\n" in text
+
+
+@pytest.mark.parametrize("name", ["__init__", "doctor", "caches"])
+def test_an_old_python_can_read_it(name):
+    """So that it can say that Python is too old."""
+    text = (ROOT / "dllm_jax" / f"{name}.py").read_text(encoding="utf-8")
+    ast.parse(text, feature_version=(3, 8))
+
+
+def test_a_python_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.10.12")
+    found = problems(doctor.examine())
+    assert found[0]["what"].startswith("Python 3.10.12 is too old: 3.11")
 
 
 def test_sizes_are_those_of_the_published_models():

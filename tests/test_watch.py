@@ -3,6 +3,7 @@
 import html.parser
 import io
 import json
+import os
 import shutil
 import subprocess
 
@@ -11,6 +12,7 @@ import matplotlib.figure
 import pytest
 from rich.console import Console
 from rich.text import Text
+from terminal import Terminal
 
 import dllm_jax
 from dllm_jax import plots, watch
@@ -155,6 +157,18 @@ def test_ctrl_c_in_a_stream_keeps_what_was_printed(run, output, monkeypatch):
     code, out, err = run("--stream")
     assert (code, out) == (1, output.text[:9] + "\n")
     assert err.splitlines()[-1] == "decode: interrupted"
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
+def test_ctrl_c_while_it_compiles_leaves_a_clean_terminal():
+    argv = ("dllm_jax.decode", "--prompt", PROMPT, "--compile-cache=none", "--no-stream")
+    with Terminal(*argv) as terminal:
+        terminal.wait_for(r"loaded in .*\n")
+        terminal.ctrl_c()
+        assert terminal.end() == 1
+        assert terminal.shown.splitlines()[-1] == "decode: interrupted"
+        assert "Traceback" not in terminal.shown
+        assert terminal.is_clean
 
 
 # --- files ----------------------------------------------------------------------------
