@@ -33,6 +33,7 @@ from dllm_jax.generate import (
 )
 from dllm_jax.model import DEMO_MODELS, KV_DTYPES, Model, load, load_config
 from dllm_jax.prompts import MARKER, Prompt
+from dllm_jax.quantize import QUANTS
 from dllm_jax.settings import presets, setting_fields
 from dllm_jax.sharding import make_mesh
 
@@ -118,6 +119,12 @@ def make_parser() -> argparse.ArgumentParser:
         default="auto",
         choices=KV_DTYPES,
         help="of cached keys and values; int8 is approximate (default: as the weights)",
+    )
+    group.add_argument(
+        "--quant",
+        default="auto",
+        choices=("auto", *QUANTS),
+        help="of the weights; int8 is approximate (default: as converted)",
     )
     group.add_argument(
         "--mesh",
@@ -396,13 +403,15 @@ def _run(args: argparse.Namespace) -> None:
     shown = " ".join(f"{name}={value}" for name, value in request.describe().items())
     console.print(shown, highlight=False, markup=False)
     started = time.perf_counter()
-    given = {"dtype": args.dtype, "kv_dtype": args.kv_dtype, "mesh": make_mesh(args.mesh)}
+    given = {"dtype": args.dtype, "kv_dtype": args.kv_dtype, "quant": args.quant}
+    given["mesh"] = make_mesh(args.mesh)
     model, drafter = load(args.model, **given), None
     if args.draft_model is not None:
         drafter = load(args.draft_model, **given, divided=not args.draft_whole)
+    weights = model.dtype if model.quant == "none" else f"{model.quant}, {model.dtype}"
     count = 1 if model.mesh is None else model.mesh.size
     console.print(
-        f"{args.model}: {model.dtype} on {count} x {device.device_kind}, "
+        f"{args.model}: {weights} on {count} x {device.device_kind}, "
         f"loaded in {time.perf_counter() - started:.1f} s",
         highlight=False,
         markup=False,

@@ -368,7 +368,7 @@ class _Run:
             return report
         # The weights that a forward reads are what it costs at small batches.
         tokens, pair = request.settings.block_length, (self._model, self._drafter)
-        own, other = (weight_bytes(one.config, one.dtype, tokens) for one in pair)
+        own, other = (weight_bytes(one.config, one.params, tokens) for one in pair)
         of_target = sum(forwards.values()) - forwards["draft"] - forwards["prefill"]
         cost = of_target + forwards["draft"] * other / own
         alone = report["forwards_of_target_alone"]
