@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -262,7 +263,17 @@ def place(mesh: Mesh | None, tree: Any, specs: Any) -> Any:
         specs,
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )
-    return jax.device_put(tree, shardings)
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding))
+        return jax.device_put(np.asarray(x), sharding)  # of its own devices each
+
+    if isinstance(shardings, NamedSharding):
+        return jax.tree.map(lambda x: put(x, shardings), tree)
+    return jax.tree.map(put, tree, shardings)
 
 
 def fetch(tree: Any) -> Any:
