@@ -169,6 +169,16 @@ MODELS = {
         ),
     ),
 }
+# A 100B-class mixture: 102.9 billion parameters, 6.1 active, as published; the widths are
+# those that give these numbers.
+MODELS["llada2-flash"] = dataclasses.replace(
+    MODELS["llada2-mini"],
+    num_layers=32,
+    embed_dim=4096,
+    num_heads=32,
+    ffw_dim=9216,
+    moe=dataclasses.replace(MODELS["llada2-mini"].moe, ffw_dim=1024, shared_ffw_dim=1024),
+)
 
 # --- compiling --------------------------------------------------------------------------
 

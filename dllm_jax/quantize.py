@@ -17,6 +17,9 @@ QUANTS = ("none", "int8", "int8-dynamic")
 """What weights are in memory; with int8-dynamic, products quantise their other side too."""
 
 
+_HOST_NUMBERS = 2**24  # of a weight that are float32 at a time, 64 MiB
+
+
 @struct.dataclass
 class QArray:
     """A stack of matrices in int8, as the products below take them.
@@ -47,12 +50,31 @@ def quantize(weight: Any, axis: int, dynamic: bool = False) -> QArray:
       axis: the axis that products sum over.
       dynamic: whether products quantise their other side, token by token.
     """
-    lib = np if isinstance(weight, np.ndarray) else jnp
-    wide = weight.astype(lib.float32)
-    scale = lib.max(lib.abs(wide), axis=axis) / lib.float32(127.0)
-    safe = lib.maximum(scale, lib.finfo(lib.float32).tiny)
-    values = lib.round(wide / lib.expand_dims(safe, axis)).astype(lib.int8)
+    if isinstance(weight, np.ndarray):
+        return QArray(*_quantize_on_host(weight, axis), dynamic)
+    wide = weight.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=axis) / jnp.float32(127.0)
+    safe = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+    values = jnp.round(wide / jnp.expand_dims(safe, axis)).astype(jnp.int8)
     return QArray(values, scale, dynamic)
+
+
+def _quantize_on_host(weight: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scale, with little memory besides: some channels at a time."""
+    values = np.empty(weight.shape, np.int8)
+    kept = scale_axes(axis, weight.ndim)
+    scale = np.empty([weight.shape[a] for a in kept], np.float32)
+    channels = kept[-1]
+    step = max(_HOST_NUMBERS * weight.shape[channels] // max(weight.size, 1), 1)
+    for begin in range(0, weight.shape[channels], step):
+        part = [slice(None)] * weight.ndim
+        part[channels] = slice(begin, begin + step)
+        wide = weight[tuple(part)].astype(np.float32)
+        own = np.abs(wide).max(axis=axis) / np.float32(127.0)
+        wide /= np.expand_dims(np.maximum(own, np.finfo(np.float32).tiny), axis)
+        values[tuple(part)] = np.round(wide, out=wide)
+        scale[..., begin : begin + step] = own
+    return values, scale
 
 
 def dequantize(weight: QArray, axis: int, dtype: Any) -> Any:
