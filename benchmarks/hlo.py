@@ -11,7 +11,9 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _NO_TRAFFIC = (
     *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast"),
     *("after-all", "partition-id", "copy-done", "slice-done", "async-done"),
+    *("all-reduce-done", "all-gather-done"),
 )
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 _STARTS = ("copy-start", "slice-start", "async-start")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -108,12 +110,16 @@ class Cost:
     moved: float = 0.0  # bytes between HBM and the core
     seconds: float = 0.0
     copies: int = 0  # big ones
+    collectives: int = 0  # exchanges between devices
+    network: float = 0.0  # seconds of them
 
     def add(self, other: "Cost", times: int = 1) -> None:
         """Adds another part that runs `times` times."""
         self.moved += times * other.moved
         self.seconds += times * other.seconds
         self.copies += times * other.copies
+        self.collectives += times * other.collectives
+        self.network += times * other.network
 
 
 class Reader:
@@ -125,6 +131,8 @@ class Reader:
       bandwidth: HBM bytes a second, for instructions without an estimate of cycles.
       big_copy: bytes from which a copy or transpose is counted.
       kernel: the cost of a custom call, or None for one that is no kernel.
+      exchange: seconds of a collective; it gets the opcode, the bytes of its result, and
+        how many devices take part.
     """
 
     def __init__(
@@ -134,10 +142,11 @@ class Reader:
         bandwidth: float,
         big_copy: int,
         kernel: Callable[[Instruction], Cost | None],
+        exchange: Callable[[str, int, int], float] = lambda opcode, size, devices: 0.0,
     ):
         self.program, self.entry = parse(text)
         self.clock, self.bandwidth, self.big_copy = clock, bandwidth, big_copy
-        self.kernel = kernel
+        self.kernel, self.exchange = kernel, exchange
 
     def loop(self) -> Cost:
         """One round of the entry's only loop."""
@@ -160,6 +169,8 @@ class Reader:
                 total.add(self.computation(one.called("to_apply")[0]))
             elif kernel is not None:
                 total.add(kernel)
+            elif one.opcode.removesuffix("-start") in _COLLECTIVES:
+                total.add(self._collective(one))
             elif one.opcode not in _NO_TRAFFIC and "AllocateBuffer" not in one.attributes:
                 total.add(self._plain(one, self.program[name]))
         return total
@@ -171,6 +182,18 @@ class Reader:
         condition = self.program[one.called("condition")[0]].values()
         bounds = [i.arguments for i in condition if i.opcode == "constant"]
         return max((int(n[1:-1]) for n in bounds if n[1:-1].isdigit()), default=1)
+
+    def _collective(self, one: Instruction) -> Cost:
+        opcode = one.opcode.removesuffix("-start")
+        # {{0,1},{2,3}}, or [groups,devices]<=...
+        listed = re.search(r"replica_groups=\{\{([\d,]+)\}", one.attributes)
+        tiled = re.search(r"replica_groups=\[\d+,(\d+)\]", one.attributes)
+        devices = len(listed[1].split(",")) if listed else int(tiled[1]) if tiled else 2
+        size = count_bytes(one.shape, anywhere=True)
+        if one.opcode.endswith("-start") and one.shape.startswith("("):
+            size //= 2  # (operand, result)
+        seconds = self.exchange(opcode, size, devices)
+        return Cost(seconds=seconds, collectives=1, network=seconds)
 
     def _plain(self, one: Instruction, siblings: Computation) -> Cost:
         moved = self._written(one, siblings) + self._read(one, siblings)

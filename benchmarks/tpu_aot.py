@@ -19,13 +19,19 @@ row (decoders without a cache run a canvas of `context` tokens):
     roofline ms     the larger of ideal bytes / bandwidth and FLOPs of the products / peak
     est/roof        their ratio
     tok/s at n      rows x n committed tokens over the estimate
+    collectives     exchanges between devices, and the estimate of their time (below)
+
+With `--mesh` the program is for several devices and all columns but tok/s are one device's;
+`--draft-model` compiles the loop of a pair.
 
 Method. The program's text is walked from the loop's body; an inner loop counts as often as
 its condition says, a branch as its dearest side (a folded step that also stores a block).
 Bytes are operands and results that lie in HBM, of a slice only what it cuts out. Time is
 the compiler's own estimate of cycles over the clock; where it gives none (updates in
 place, gathers), bytes over bandwidth. The attention kernel is opaque to XLA: its bytes and
-time come from its own cost estimate at `context` cached tokens, plus 2 us a call.
+time come from its own cost estimate at `context` cached tokens, plus 2 us a call. A
+collective takes its bytes over both directions of a ring at the published speed of a link,
+plus 1 us a hop, and overlaps nothing.
 
 Error. Memory and bytes are exact for the program, apart from padding of tiles. Times have
 not been compared with hardware: the compiler counts on about 70 to 85 % of peak bandwidth
@@ -48,7 +54,9 @@ os.environ |= {
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -60,15 +68,18 @@ import numpy as np
 from common import machine, markdown_table
 from hlo import Cost, Instruction, Reader, dimensions
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from dllm_jax.compiler import compiler_options
 from dllm_jax.config import ModelConfig, MoEConfig
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding.base import DecodeInputs
-from dllm_jax.model import model_fns
+from dllm_jax.model import Model
 from dllm_jax.params import leaf_paths, param_shapes, weight_bytes
+from dllm_jax.quantize import QUANTS
 from dllm_jax.settings import default_decoder, resolve_settings, traced_settings
+from dllm_jax.sharding import MESH_AXES, batch_specs, param_shardings, parse_mesh
 from kernels_pallas import attention_cost
 
 
@@ -84,14 +95,15 @@ class Chip:
     bandwidth: float  # bytes / s
     flops: float  # bfloat16 / s
     clock: float  # Hz, peak FLOPs over those of the matrix units in one cycle
+    link: float  # bytes / s to one neighbour, one way
 
 
 CHIPS = {
-    "v4": Chip("v4:2x2x1", 17.2e9, 6.1e11, 1.38e14, 1.05e9),
-    "v5e": Chip("v5e:2x2", 17.2e9, 8.2e11, 1.97e14, 1.5e9),
-    "v5p": Chip("v5p:2x2x1", 103e9, 2.46e12, 4.59e14, 1.75e9),
-    "v6e": Chip("v6e:2x2", 34.4e9, 1.64e12, 9.2e14, 1.75e9),
-    "v7x": Chip("tpu7x:2x2x1", 103e9, 3.7e12, 1.155e15, 2.2e9),
+    "v4": Chip("v4:2x2x1", 17.2e9, 6.1e11, 1.38e14, 1.05e9, 4.5e10),
+    "v5e": Chip("v5e:2x2", 17.2e9, 8.2e11, 1.97e14, 1.5e9, 4.5e10),
+    "v5p": Chip("v5p:2x2x1", 103e9, 2.46e12, 4.59e14, 1.75e9, 9e10),
+    "v6e": Chip("v6e:2x2", 34.4e9, 1.64e12, 9.2e14, 1.75e9, 9e10),
+    "v7x": Chip("tpu7x:2x2x1", 103e9, 3.7e12, 1.155e15, 2.2e9, 9e10),
 }
 
 _QWEN = {"num_kv_heads": 8, "head_dim": 128, "qk_norm": True, "block_length": 4}
@@ -157,123 +169,193 @@ MODELS = {
         ),
     ),
 }
+# A 100B-class mixture: 102.9 billion parameters, 6.1 active, as published; the widths are
+# those that give these numbers.
+MODELS["llada2-flash"] = dataclasses.replace(
+    MODELS["llada2-mini"],
+    num_layers=32,
+    embed_dim=4096,
+    num_heads=32,
+    ffw_dim=9216,
+    moe=dataclasses.replace(MODELS["llada2-mini"].moe, ffw_dim=1024, shared_ffw_dim=1024),
+)
 
 # --- compiling --------------------------------------------------------------------------
 
 
-def compile_loop(
-    config: ModelConfig,
-    decoder_name: str,
-    settings: dict[str, Any],
-    chip: Chip,
-    batch: int,
-    context: int,
-    implementation: str = "auto",
-    kv_dtype: Any = jnp.bfloat16,
-) -> tuple[Any, Any]:
-    """The compiled loop of a decoder, and the shapes of its state."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology)
-    device = topology.devices[0]
-    placed = SingleDeviceSharding(device)
-    decoder = DECODERS[decoder_name]
-    resolved = traced_settings(resolve_settings(decoder, config, settings))
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One line of the table."""
 
-    def spec(tree):
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), tree
-        )
+    model: str
+    chip: str
+    batch: int  # rows, of all devices
+    context: int
+    decoder: str
+    mesh: str = ""  # as `parse_mesh` takes it; empty for one device
+    topology: str = ""  # the chip's smallest if empty
+    drafter: str = ""  # of `MODELS`, or none
+    quant: str = "none"
+    int8_kv: bool = False
 
-    def fns(params):
-        return model_fns(params, config, implementation, kv_dtype)
+    @property
+    def devices(self) -> dict[str, int]:
+        """The sizes of the mesh's axes."""
+        return parse_mesh(self.mesh) if self.mesh else dict.fromkeys(MESH_AXES, 1)
 
-    params = param_shapes(config, jnp.bfloat16, placed)
+
+def _abstract_model(name: str, case: Case, mesh: Mesh | None, device: Any) -> Model:
+    """A model whose parameters are shapes on the mesh, or on the device."""
+    config, placed = MODELS[name], SingleDeviceSharding(device)
+    if mesh is not None:
+        placed = param_shardings(config, mesh, quant=case.quant)
+    params = param_shapes(config, jnp.bfloat16, placed, case.quant)
+    kv_dtype = jnp.int8 if case.int8_kv else None
+    return Model(params, config, None, name, kv_dtype, mesh, quant=case.quant)
+
+
+def compile_loop(case: Case, settings: dict[str, Any]) -> tuple[Any, Any, list[Model]]:
+    """The compiled loop of a decoder, the shapes of its state, and the models."""
+    chip, sizes = CHIPS[case.chip], case.devices
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=case.topology or chip.topology
+    )
+    count = math.prod(sizes.values())
+    if count > len(topology.devices):
+        raise ValueError(f"{case.mesh} needs {count} devices; {topology} has fewer.")
+    devices = np.array(topology.devices[:count])
+    mesh = None
+    if count > 1:
+        auto = (AxisType.Auto,) * len(MESH_AXES)
+        mesh = Mesh(devices.reshape(*sizes.values()), MESH_AXES, axis_types=auto)
+    names = [name for name in (case.model, case.drafter) if name]
+    models = [_abstract_model(name, case, mesh, devices[0]) for name in names]
+    model, decoder = models[0], DECODERS[case.decoder]
+    resolved = traced_settings(resolve_settings(decoder, model.config, settings))
     inputs = DecodeInputs(
-        prompt=jax.ShapeDtypeStruct((batch, 64), jnp.int32),
-        prompt_length=jax.ShapeDtypeStruct((batch,), jnp.int32),
-        max_new_tokens=jax.ShapeDtypeStruct((batch,), jnp.int32),
-        rng_key=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch)),
+        prompt=jax.ShapeDtypeStruct((case.batch, 64), jnp.int32),
+        prompt_length=jax.ShapeDtypeStruct((case.batch,), jnp.int32),
+        max_new_tokens=jax.ShapeDtypeStruct((case.batch,), jnp.int32),
+        rng_key=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), case.batch)),
         stop_ids=jax.ShapeDtypeStruct((8,), jnp.int32),
     )
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    def fns(params, whole=False):
+        own, *other = (
+            m.undivided_fns(p) if whole else m.fns(p)
+            for m, p in zip(models, params, strict=True)
+        )
+        return own._replace(draft=other[0] if other else None)
+
+    def start(params, settings, inputs, whole=False):
+        return decoder.init(fns(params, whole), settings, inputs, case.context)
+
     def go_on(state, params, settings, pause):
         step = functools.partial(decoder.step, fns(params), settings)
-        return loop.run(step, state, pause, 2 * context)
+        return loop.run(step, state, pause, 2 * case.context)
 
-    # The mesh tells `attend` for which device the program is.
-    with jax.sharding.set_mesh(Mesh(np.array([device]), "x", axis_types=(AxisType.Auto,))):
-        state = jax.eval_shape(
-            lambda p, i: decoder.init(fns(p), resolved, i, context), params, inputs
+    def placed(tree, specs):
+        if mesh is None:
+            where = jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), tree)
+        else:
+            named = functools.partial(NamedSharding, mesh)
+            is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
+            where = jax.tree.map(named, specs, is_leaf=is_spec)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
         )
-        pause = jax.ShapeDtypeStruct((), jnp.bool_, sharding=placed)
-        lowered = go_on.lower(spec(state), params, spec(resolved), pause)
-    return lowered.compile(compiler_options(device.device_kind)), state
+
+    params = tuple(m.params for m in models)
+    flags = jax.tree.map(lambda _: P(), resolved)
+    # The mesh tells `attend` for which device the program is.
+    shown = mesh or Mesh(devices, "x", axis_types=(AxisType.Auto,))
+    with jax.sharding.set_mesh(shown):
+        args = (params, resolved, inputs)
+        whole = jax.eval_shape(functools.partial(start, whole=True), *args)
+        specs = batch_specs(whole)
+        param_specs = mesh and tuple(m.specs for m in models)
+        in_specs = (param_specs, P(), batch_specs(inputs))
+        state = jax.eval_shape(model.jit(start, in_specs, specs), *args)
+        pause = placed(jax.ShapeDtypeStruct((), jnp.bool_), P())
+        program = model.jit(go_on, (specs, param_specs, P(), P()), specs, donate_argnums=0)
+        lowered = program.lower(
+            placed(state, specs), params, placed(resolved, flags), pause
+        )
+    return lowered.compile(compiler_options(devices[0].device_kind)), state, models
 
 
-def ideal(
-    config: ModelConfig, chip: Chip, batch: int, tokens: int, cached: int, int8: bool
-) -> tuple[float, float]:
-    """Bytes and seconds of a forward that moves weights and cache once, at full speed."""
-    bytes_, products = weight_bytes(config, jnp.bfloat16, batch * tokens), 0.0
+def ideal(model: Model, case: Case, tokens: int, cached: int) -> tuple[float, float]:
+    """Bytes and seconds of a forward that moves weights and cache once, at full speed.
+
+    Of one device, if the work is divided evenly.
+    """
+    config, chip, sizes = model.config, CHIPS[case.chip], case.devices
+    batch, split = case.batch / sizes["data"], sizes["tensor"] * sizes["expert"]
+    bytes_, products = weight_bytes(config, model.params, int(batch * tokens)), 0.0
     for path, info in leaf_paths(config).items():
         if path != "embed" or config.tied_head:
             chosen = config.moe.experts_per_token if "expert_" in path else 1
             of = config.moe.num_experts if "expert_" in path else 1
             products += float(np.prod(info.shape)) * chosen / of
     heads = config.num_layers * config.head_dim
-    slots = batch * config.num_layers * config.num_kv_heads * cached
-    bytes_ += 2 * slots * (config.head_dim + 4 if int8 else 2 * config.head_dim)
+    slots = batch * config.num_layers * max(config.num_kv_heads, sizes["tensor"]) * cached
+    bytes_ += 2 * slots * (config.head_dim + 4 if case.int8_kv else 2 * config.head_dim)
     flops = 2 * batch * tokens * products
     flops += 4 * batch * tokens * heads * config.num_heads * (cached + tokens)
+    bytes_, flops = bytes_ / split, flops / split
     return bytes_, max(bytes_ / chip.bandwidth, flops / chip.flops)
 
 
-def measure(
-    model: str,
-    chip_name: str,
-    batch: int,
-    context: int,
-    decoder: str,
-    settings: dict[str, Any],
-    int8: bool = False,
-) -> dict[str, Any]:
+def measure(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
     """One line of the table."""
-    config, chip = MODELS[model], CHIPS[chip_name]
+    chip, sizes = CHIPS[case.chip], case.devices
     started = time.perf_counter()
-    kv_dtype = jnp.int8 if int8 else jnp.bfloat16
-    compiled, state = compile_loop(
-        config, decoder, settings, chip, batch, context, kv_dtype=kv_dtype
-    )
+    compiled, state, models = compile_loop(case, settings)
+    config = models[0].config
     memory = compiled.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    cached = 0 if state.cache is None else context
-    layer_bytes = batch * config.num_kv_heads * config.head_dim * context
-    layer_bytes *= 1 if int8 else 2
+    cached = 0 if state.cache is None else case.context
+    batch, tensor = case.batch // sizes["data"], sizes["tensor"]
+    kv_heads = max(config.num_kv_heads // tensor, 1)
+    size = 1 if case.int8_kv else 2
+    layer_bytes = batch * kv_heads * config.head_dim * case.context * size
     calls: list[int] = []  # tokens a row of each call of the kernel
 
     def kernel(one: Instruction) -> Cost | None:
         if not one.name.startswith("paired_attention"):
             return None
-        ((_, kv_heads, rows, _),) = dimensions(one.shape)
-        tokens = rows * kv_heads // config.num_heads
+        ((_, own_kv_heads, rows, head_dim),) = dimensions(one.shape)
+        # Whose call it is shows in its heads; a drafter's forward is never the dearest.
+        heads = max(config.num_heads // tensor, 1)
+        tokens = rows * own_kv_heads // heads
         calls.append(tokens)
-        shape = (batch, tokens, config.num_heads, config.head_dim)
-        size = 1 if int8 else 2
-        cost = attention_cost(shape, kv_heads, cached, 2, size, quantised=int8)
+        shape = (batch, tokens, heads, head_dim)
+        cost = attention_cost(shape, own_kv_heads, cached, 2, size, quantised=case.int8_kv)
         at_best = max(cost.bytes_accessed / chip.bandwidth, cost.flops / chip.flops)
         return Cost(cost.bytes_accessed, at_best + 2e-6)
 
+    def exchange(opcode: str, size: int, devices: int) -> float:
+        """A ring in both directions of a torus axis, and a microsecond a hop."""
+        share = (devices - 1) / devices * size / (2 * chip.link)
+        passes = 2 if opcode == "all-reduce" else 1
+        return passes * (share + 1e-6 * devices / 2)
+
     text = compiled.as_text()
-    forward = Reader(text, chip.clock, chip.bandwidth, layer_bytes, kernel).loop()
-    best_bytes, best_seconds = ideal(config, chip, batch, max(calls), cached, int8)
+    reader = Reader(text, chip.clock, chip.bandwidth, layer_bytes, kernel, exchange)
+    forward = reader.loop()
+    best_bytes, best_seconds = ideal(models[0], case, max(calls), cached)
+    count = math.prod(sizes.values())
     row = {
-        "model": model,
-        "chip": chip_name,
-        "batch": batch,
-        "context": context,
-        "decoder": decoder,
-        "K/V": "int8" if int8 else "bfloat16",
+        "model": case.model + (f" + {case.drafter}" if case.drafter else ""),
+        "chip": f"{count} {case.chip}" if count > 1 else case.chip,
+        "mesh": case.mesh,
+        "batch": case.batch,
+        "context": case.context,
+        "decoder": case.decoder,
+        "weights": "bfloat16" if case.quant == "none" else case.quant,
+        "K/V": "int8" if case.int8_kv else "bfloat16",
+        "tokens": max(calls),
         "cache GB": 2 * config.num_layers * layer_bytes / 1e9 if cached else 0.0,
         "args GB": memory.argument_size_in_bytes / 1e9,
         "temp GB": memory.temp_size_in_bytes / 1e9,
@@ -285,10 +367,15 @@ def measure(
         "roofline ms": 1e3 * best_seconds,
         "est/roof": forward.seconds / best_seconds,
     }
-    for count in (1, 2, 4):
-        row[f"tok/s at {count}"] = batch * count / forward.seconds
+    if count > 1:
+        row["collectives"] = forward.collectives
+        row["network ms"] = 1e3 * forward.network
+    for committed in (1, 2, 4):
+        row[f"tok/s at {committed}"] = case.batch * committed / forward.seconds
+    if count > 1:
+        row["tok/s per chip at 2"] = 2 * case.batch / forward.seconds / count
     elapsed = time.perf_counter() - started
-    print(f"{model} {chip_name} {batch} {context}: {elapsed:.0f} s", file=sys.stderr)
+    print(f"{case}: {elapsed:.0f} s", file=sys.stderr)
     return row
 
 
@@ -302,24 +389,42 @@ def main() -> None:
     parser.add_argument("--batch", action="append", type=int, help="default 1 8 32")
     parser.add_argument("--context", action="append", type=int, help="default 1024 8192")
     parser.add_argument("--decoder", choices=DECODERS, help="default: the model's own")
+    parser.add_argument("--draft-model", default="", choices=MODELS, metavar="MODEL")
     parser.add_argument("--int8-kv", action="store_true", help="int8 keys and values")
+    parser.add_argument("--quant", default="none", choices=QUANTS, help="of the weights")
+    parser.add_argument("--mesh", action="append", help="as of dllm_jax.decode; repeatable")
+    parser.add_argument("--topology", default="", help="such as v5e:4x4")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     args = parser.parse_args()
     pairs = (pair.partition("=") for pair in args.set)
     settings = {name: json.loads(value) for name, _, value in pairs}
+    axes = itertools.product(
+        args.model or MODELS,
+        args.chip or ("v5e", "v6e", "v5p"),
+        args.mesh or [""],
+        args.batch or (1, 8, 32),
+        args.context or (1024, 8192),
+    )
     rows, failed = [], []
-    for model in args.model or MODELS:
-        decoder = args.decoder or default_decoder(MODELS[model])
-        for chip in args.chip or ("v5e", "v6e", "v5p"):
-            for batch in args.batch or (1, 8, 32):
-                for context in args.context or (1024, 8192):
-                    case = (model, chip, batch, context, decoder)
-                    try:
-                        rows.append(measure(*case, settings, args.int8_kv))
-                    except jax.errors.JaxRuntimeError as error:
-                        # It needs too much memory, or its text is too new for this jaxlib.
-                        failed.append((case, str(error).splitlines()[0][:200]))
+    for model, chip, mesh, batch, context in axes:
+        case = Case(
+            model=model,
+            chip=chip,
+            batch=batch,
+            context=context,
+            decoder=args.decoder or default_decoder(MODELS[model]),
+            mesh=mesh,
+            topology=args.topology,
+            drafter=args.draft_model,
+            quant=args.quant,
+            int8_kv=args.int8_kv,
+        )
+        try:
+            rows.append(measure(case, settings))
+        except jax.errors.JaxRuntimeError as error:
+            # It needs too much memory, or its text is too new for this jaxlib.
+            failed.append((str(case), str(error).splitlines()[0][:200]))
     if rows:
         print(markdown_table(rows))
     for case, reason in failed:

@@ -14,7 +14,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from dllm_jax.checkpoint import DTYPES, verify_checkpoint, write_checkpoint
+from dllm_jax.checkpoint import (
+    DTYPES,
+    export_checkpoint,
+    read_sidecar,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from dllm_jax.decode import Parser
 from dllm_jax.hf import CheckpointError, HFCheckpoint, count_bytes
 from dllm_jax.models import FAMILIES
@@ -72,16 +78,19 @@ def _convert(args: argparse.Namespace, console: Console) -> None:
     name = None if Path(args.source).is_dir() else args.source
     source = HFCheckpoint(directory, args.family, args.mask_id, name)
     dtype = args.dtype or _dtype_name(source)
-    size = count_bytes(source.config, DTYPES[dtype])
+    size = count_bytes(source.config, DTYPES[dtype], args.quant)
     with _progress(console, "converting", size) as advance:
-        write_checkpoint(source, args.destination, dtype, args.source, revision, advance)
+        write_checkpoint(
+            *(source, args.destination, dtype, args.source, revision, advance, args.quant)
+        )
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak *= 1 if sys.platform == "darwin" else 1024
     seconds = time.perf_counter() - started
     print(
         f"{args.destination}: {source.family.name}, {count_params(source.config):,} "
-        f"parameters, {size:,} bytes, {source.dtypes} -> {dtype}, verified; "
+        f"parameters, {size:,} bytes, {source.dtypes} -> {dtype}"
+        f"{'' if args.quant == 'none' else ' and ' + args.quant}, verified; "
         f"peak RAM {peak / 1e9:.2f} GB, {seconds:.1f} s ({size / seconds / 1e6:.0f} MB/s)"
     )
 
@@ -118,14 +127,30 @@ def _verify(directory: Path) -> None:
     )
 
 
+def _export(directory: Path, destination: Path, console: Console) -> None:
+    sidecar = read_sidecar(directory)
+    size = count_bytes(sidecar.config, DTYPES[sidecar.dtype])
+    with _progress(console, "exporting", size) as advance:
+        export_checkpoint(directory, destination, advance)
+    print(f"{destination}: {sidecar.family} in {sidecar.dtype}, {size:,} bytes")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m convert",
         description="Convert a Hugging Face checkpoint to Orbax, strictly and atomically; "
-        "`python -m convert verify DIR` checks a converted one.",
+        "`python -m convert verify DIR` checks a converted one, `python -m convert export "
+        "DIR DST` writes it in Hugging Face layout.",
     )
-    parser.add_argument("source", help="directory, hub id (org/name), or `verify`")
+    parser.add_argument("source", help="directory, hub id (org/name), `verify`, `export`")
     parser.add_argument("destination", type=Path, help="new directory")
+    parser.add_argument("exported", type=Path, nargs="?", help="new directory of `export`")
+    parser.add_argument(
+        "--quant",
+        choices=("none", "int8"),
+        default="none",
+        help="int8: weights in 8 bits, a scale an output channel (approximate)",
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: as stored")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="override config.json")
     parser.add_argument("--mask-id", type=int, help="override the mask id")
@@ -140,7 +165,12 @@ def main(argv: list[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(stderr=True)
     try:
-        if args.source == "verify" and not Path("verify").is_dir():
+        command = args.source if not Path(args.source).is_dir() else None
+        if command == "export" and args.exported is not None:
+            _export(args.destination, args.exported, console)
+        elif command == "export" or args.exported is not None:
+            raise CheckpointError("export takes two directories: export DIR DST.")
+        elif command == "verify":
             _verify(args.destination)
         else:
             _convert(args, console)

@@ -51,6 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _make_plan(args: argparse.Namespace) -> Plan:
+    if args.distributed:
+        raise ValueError("distributed=True does not apply: one process reads what you say.")
     config = load_config(args.model)
     request = plan(
         config,

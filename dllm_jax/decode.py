@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import stat
 import sys
 import time
@@ -17,9 +18,17 @@ from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from dllm_jax import plots, watch
+from dllm_jax.batch import decode_file, read_lines
 from dllm_jax.caches import compile_cache
 from dllm_jax.checkpoint import DTYPES
 from dllm_jax.config import ModelConfig
@@ -37,6 +46,7 @@ from dllm_jax.generate import (
 )
 from dllm_jax.model import DEMO_MODELS, KV_DTYPES, Model, load, load_config
 from dllm_jax.prompts import MARKER, Prompt
+from dllm_jax.quantize import QUANTS
 from dllm_jax.settings import presets, setting_fields
 from dllm_jax.sharding import make_mesh
 from dllm_jax.trace_page import make_cells, trace_page
@@ -134,6 +144,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="of cached keys and values; int8 is approximate (default: as the weights)",
     )
     group.add_argument(
+        "--quant",
+        default="auto",
+        choices=("auto", *QUANTS),
+        help="of the weights; int8 is approximate (default: as converted)",
+    )
+    group.add_argument(
         "--mesh",
         metavar="AXIS=N,..",
         help="divide over several devices: data (rows of a batch), tensor (heads, "
@@ -144,6 +160,19 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --mesh: every device has the whole drafter",
     )
+    group.add_argument(
+        "--distributed",
+        action="store_true",
+        help="this is one of several processes that run the same command, one a host; on "
+        "Cloud TPU they find each other (default mesh: data over all devices)",
+    )
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="with --distributed elsewhere: of the first process",
+    )
+    group.add_argument("--num-processes", type=int, metavar="INT", help="as --coordinator")
+    group.add_argument("--process-id", type=int, metavar="INT", help="as --coordinator")
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "gpu", "tpu"))
     group.add_argument(
         "--compile-cache",
@@ -159,6 +188,12 @@ def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable")
     source.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
     source.add_argument("--prompt-ids", metavar="1,2,3", help="token ids")
+    source.add_argument(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help='JSON lines, each a text, ids, or {"prompt": .., "id": ..}; needs --output',
+    )
     how = group.add_mutually_exclusive_group()
     how.add_argument(
         "--chat",
@@ -233,6 +268,17 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="FILE", help="write JSON lines here (a new file)"
     )
     group.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="INT",
+        help="with --input: rows decoded at once (default 8)",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="with --input: go on from what the output file has",
+    )
+    group.add_argument(
         "--watch",
         nargs="?",
         type=float,
@@ -304,11 +350,39 @@ def _decode_utf8(raw: bytes, name: str) -> str:
         raise ValueError(f"{name} is not UTF-8 at byte {error.start}.") from None
 
 
+def _join(args: argparse.Namespace) -> None:
+    """Finds the other processes of the run, before any device is looked at."""
+    where = {
+        "coordinator_address": args.coordinator,
+        "num_processes": args.num_processes,
+        "process_id": args.process_id,
+    }
+    given = {name: value for name, value in where.items() if value is not None}
+    if not args.distributed:
+        if given:
+            raise ValueError(f"{min(given)}={given[min(given)]!r} needs --distributed.")
+        return
+    if given and len(given) < len(where):
+        missing = min(where.keys() - given.keys())
+        raise ValueError(
+            f"{missing} is missing: --coordinator, --num-processes and --process-id go "
+            "together, and none of them is needed on Cloud TPU."
+        )
+    # Between CPU devices of several processes.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(**given)
+    except (RuntimeError, ValueError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise ValueError(f"distributed=True: the processes do not meet: {line}") from None
+
+
 def set_up_jax(args: argparse.Namespace) -> None:
     """Applies `--device` and `--compile-cache`; raises ValueError."""
     if args.device != "auto":
         platform = {"gpu": "cuda"}.get(args.device, args.device)
         jax.config.update("jax_platforms", platform)
+    _join(args)
     try:
         jax.devices()
     except RuntimeError as error:
@@ -420,7 +494,7 @@ def _check_files(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path is None:
             continue
-        if path.exists():
+        if path.exists() and not (name == "output" and args.resume):
             raise ValueError(f"{name}={str(path)!r} exists: choose another file.")
         if not os.access(path.resolve().parent, os.W_OK):
             raise ValueError(f"{name}={str(path)!r}: the directory cannot be written.")
@@ -497,6 +571,72 @@ def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
     return request
 
 
+def _check_batch(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that need each other."""
+    if args.input is None:
+        for name in ("batch_size", "resume"):
+            if getattr(args, name):
+                raise ValueError(f"{name}={getattr(args, name)} needs --input.")
+        return
+    if args.output is None:
+        raise ValueError(f"input={str(args.input)!r} needs --output.")
+    if args.stream or args.json:
+        raise ValueError("--input writes to --output: it takes no --stream and no --json.")
+    for name in ("watch", "trace_out", "trace_png"):
+        if (value := getattr(args, name)) is not None:
+            shown = repr(value if name == "watch" else str(value))
+            raise ValueError(f"{name}={shown} needs prompts, not --input.")
+    if args.batch_size is not None and args.batch_size < 1:
+        raise ValueError(f"batch_size={args.batch_size} must be at least 1.")
+
+
+def _decode_file(
+    args: argparse.Namespace,
+    console: Console,
+    request: Plan,
+    model: Model,
+    drafter: Model | None,
+) -> int:
+    """Decodes --input into --output; returns the exit code."""
+    lines = read_lines(args.input, request, args.model)
+    columns = (BarColumn(), MofNCompleteColumn(), "{task.fields[speed]}")
+    columns += (TimeElapsedColumn(), TimeRemainingColumn())
+    shows = console.is_terminal and not args.quiet and jax.process_index() == 0
+    started, tokens, forwards = time.perf_counter(), 0, 0
+    with Progress(*columns, console=console, disable=not shows) as bar:
+        task = bar.add_task("decoding", total=len(lines), speed="")
+
+        def finished(number: int, output: Output | None) -> None:
+            nonlocal tokens, forwards
+            if output is not None:
+                tokens += output.stats.generated_tokens
+                forwards += output.stats.forwards["total"]
+            speed = tokens / (time.perf_counter() - started)
+            bar.update(task, advance=1, speed=f"{speed:.0f} tokens/s")
+
+        bad = decode_file(
+            model,
+            request,
+            lines,
+            args.output,
+            batch_size=args.batch_size or 8,
+            resume=args.resume,
+            draft_model=drafter,
+            finished=finished,
+        )
+    seconds = time.perf_counter() - started
+    if jax.process_index() == 0:
+        for number, error in bad:
+            print(f"decode: {args.input}, line {number}: {error}", file=sys.stderr)
+        console.print(
+            f"{args.output}: {len(lines) - len(bad)} prompts, {tokens} new tokens, "
+            f"{tokens / max(forwards, 1):.2f} tokens/forward, {seconds:.1f} s with "
+            "compilation",
+            highlight=False,
+        )
+    return 1 if bad else 0
+
+
 def check_draft_flags(args: argparse.Namespace, request: Plan, config: ModelConfig) -> None:
     """Raises ValueError unless the flags give the drafter that the decoder needs."""
     if args.draft_whole and (args.mesh is None or args.draft_model is None):
@@ -519,16 +659,22 @@ def load_models(
 ) -> tuple[Model, Model | None]:
     """The model and its drafter; says how it will decode, and on what."""
     device = jax.devices()[0]
+    if jax.process_index():  # one of several processes: the first one speaks
+        console.quiet = True
+    if args.distributed and args.mesh is None:
+        args.mesh = f"data={jax.device_count()}"
     shown = " ".join(f"{name}={value}" for name, value in request.describe().items())
     console.print(shown, highlight=False, markup=False)
     started = time.perf_counter()
-    given = {"dtype": args.dtype, "kv_dtype": args.kv_dtype, "mesh": make_mesh(args.mesh)}
+    given = {"dtype": args.dtype, "kv_dtype": args.kv_dtype, "quant": args.quant}
+    given["mesh"] = make_mesh(args.mesh)
     model, drafter = load(args.model, **given), None
     if args.draft_model is not None:
         drafter = load(args.draft_model, **given, divided=not args.draft_whole)
+    weights = model.dtype if model.quant == "none" else f"{model.quant}, {model.dtype}"
     count = 1 if model.mesh is None else model.mesh.size
     console.print(
-        f"{args.model}: {model.dtype} on {count} x {device.device_kind}, "
+        f"{args.model}: {weights} on {count} x {device.device_kind}, "
         f"loaded in {time.perf_counter() - started:.1f} s",
         highlight=False,
         markup=False,
@@ -536,16 +682,21 @@ def load_models(
     return model, drafter
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, quiet=args.quiet, soft_wrap=True)
+    _check_batch(args)
     _check_files(args)
-    prompts = _read_prompts(args)
+    prompts = [] if args.input is not None else _read_prompts(args)
     _check_watch(args, len(prompts), console)
     if args.stream and (len(prompts) > 1 or args.json or args.infill):
         raise ValueError("stream=True needs one prompt, no --json and no --infill.")
     request = _make_plan(args, given_settings(args))
+    if args.input is not None:
+        read_lines(args.input, request, args.model)  # before weights are loaded
     set_up_jax(args)
     model, drafter = load_models(args, request, console)
+    if args.input is not None:
+        return _decode_file(args, console, request, model, drafter)
     streams = args.stream
     if streams is None and not args.infill:
         streams = sys.stdout.isatty() and len(prompts) == 1 and not args.json
@@ -563,10 +714,22 @@ def _run(args: argparse.Namespace) -> None:
         else:
             with console.status("compiling and decoding ..."):
                 outputs = run_plan(model, request, prompts, draft_model=drafter)
-        for out in outputs:
+        for out in outputs if jax.process_index() == 0 else []:
             print(json.dumps(out.to_dict(), ensure_ascii=False) if args.json else out.text)
-    _write_outputs(args, model, request, prompts, outputs)
+    if jax.process_index() == 0:
+        _write_outputs(args, model, request, prompts, outputs)
     _print_stats(console, outputs)
+    return 0
+
+
+def _leave(args: argparse.Namespace, error: Exception) -> None:
+    """Ends a run that has lost a process; the others can no longer be waited for."""
+    line = str(error).strip().splitlines()[0][:200]
+    kept = "" if args.input is None else f"; {args.output} has what was finished, "
+    kept += "--resume goes on" * bool(kept)
+    print(f"decode: the processes have lost each other ({line}){kept}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def usual_names(argv: Sequence[str] | None) -> list[str]:
@@ -583,8 +746,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = make_parser().parse_args(usual_names(argv))
     try:
-        _run(args)
-    except ValueError as error:
+        return _run(args)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        # What a runtime reports begins with a status, and may be of either type.
+        of_runtime = re.match(r"[A-Z]+(_[A-Z]+)*: ", str(error))
+        if args.distributed and of_runtime:
+            _leave(args, error)
+        if not isinstance(error, ValueError):
+            raise
         print(f"decode: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -594,7 +763,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("decode: interrupted", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -430,7 +430,7 @@ def _table(models: list[dict[str, Any]]) -> list[str]:
         *lines,
         "Estimates: weights and the cache of one prompt of 4096 tokens in 90 % of the",
         "memory of one device (on a CPU: of the free RAM); the widest type that fits.",
-        "This version does not load int8 weights yet.",
+        "int8 is approximate: --quant int8.",
     ]
 
 

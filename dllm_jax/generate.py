@@ -195,68 +195,95 @@ def bucket(size: int) -> int:
 
 
 def _batch_inputs(
-    request: Plan, mask_id: int, rows: list[Row], indices: list[int], parts: int
-) -> tuple[DecodeInputs, int]:
-    """The arrays of a batch, filled up with rows that do nothing.
+    request: Plan,
+    mask_id: int,
+    rows: Sequence[Row | None],
+    indices: Sequence[int],
+    width: int,
+) -> DecodeInputs:
+    """The arrays of a batch.
 
-    Up to a power of two, and to `parts` equal parts.
+    Args:
+      request: its seed and stop ids count.
+      mask_id: of the model.
+      rows: None for one that does nothing.
+      indices: of the rows among all prompts.
+      width: slots of the longest prompt.
     """
-    batch = -(-(1 << (len(rows) - 1).bit_length()) // parts) * parts
-    lengths = np.zeros(batch, np.int32)
-    width = bucket(max(len(row.ids) for row in rows))
+    batch = len(rows)
+    lengths, new = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
     prompt = np.full((batch, width), mask_id, np.int32)
-    new = np.zeros(batch, np.int32)
     for number, row in enumerate(rows):
-        prompt[number, : len(row.ids)] = row.ids
-        lengths[number] = row.start
-        new[number] = row.end - row.start
-    spare = [0] * (batch - len(rows))
+        if row is not None:
+            prompt[number, : len(row.ids)] = row.ids
+            lengths[number] = row.start
+            new[number] = row.end - row.start
     if isinstance(request.seed, int):
-        seeds, streams = [request.seed] * batch, [*indices, *spare]
+        seeds, streams = [request.seed] * batch, indices
     else:
-        seeds, streams = [*(request.seed[i] for i in indices), *spare], [0] * batch
+        used = zip(rows, indices, strict=True)
+        seeds = [0 if row is None else request.seed[i] for row, i in used]
+        streams = [0] * batch
     keys = jax.vmap(lambda s, i: jax.random.fold_in(jax.random.key(s), i))(
         jnp.array(seeds, jnp.uint32), jnp.array(streams, jnp.uint32)
     )
     stop_ids = np.full(-(-max(len(request.stop_ids), 1) // 8) * 8, -1, np.int32)
     stop_ids[: len(request.stop_ids)] = request.stop_ids
-    inputs = DecodeInputs(
+    return DecodeInputs(
         jnp.asarray(prompt),
         jnp.asarray(lengths),
         jnp.asarray(new),
         keys,
         jnp.asarray(stop_ids),
     )
-    return inputs, bucket(max(row.end for row in rows))
 
 
-class _Run:
-    """A batch on its way through the two programs: start (prefill) and go on (loop)."""
+class Run:
+    """A batch on its way through its programs: start (prefill), go on (loop), refill.
+
+    Args:
+      model: the model.
+      request: what to do.
+      rows: at least one; the batch is filled up to a power of two, and to as many rows as
+        the mesh divides.
+      indices: of the rows among all prompts.
+      drafter: the model that drafts, or None.
+      buckets: slots of the longest prompt and of the canvas; as the rows need if None.
+    """
 
     def __init__(
         self,
         model: Model,
         request: Plan,
-        rows: list[Row],
-        indices: list[int],
+        rows: Sequence[Row],
+        indices: Sequence[int],
         drafter: Model | None = None,
+        buckets: tuple[int, int] | None = None,
     ):
-        self._model, self._request, self._rows = model, request, rows
-        self._drafter = drafter
+        self._model, self._request, self._drafter = model, request, drafter
         self._params, self._pair = model.params, None
         self._specs = None if model.mesh is None else model.specs
-        whole_drafter = drafter is not None and not drafter.divided
+        self._whole_drafter = drafter is not None and not drafter.divided
         if drafter is not None:
             self._params, self._pair = (model.params, drafter.params), drafter.config
             self._specs = model.mesh and (model.specs, drafter.specs)
         self._compile_seconds = self._decode_seconds = 0.0
-        parts = 1 if model.mesh is None else model.mesh.shape["data"]
-        inputs, canvas_length = _batch_inputs(
-            request, model.config.mask_id, rows, indices, parts
-        )
         self._settings = place(model.mesh, traced_settings(request.settings), P())
+        parts = 1 if model.mesh is None else model.mesh.shape["data"]
+        self.size = -(-(1 << (len(rows) - 1).bit_length()) // parts) * parts
+        spare = self.size - len(rows)
+        self._rows: list[Row | None] = [*rows, *[None] * spare]
+        self._buckets = buckets or buckets_of(rows)
+        self.state = self._start(self._rows, [*indices, *[0] * spare])
+        self._state_specs = batch_specs(self.state, self._whole_drafter)
+        self._look()
+
+    def _start(self, rows: Sequence[Row | None], indices: Sequence[int]) -> DecodeState:
+        """The state of a batch with its prompts stored."""
+        model, decoder = self._model, self._request.decoder
+        width, canvas_length = self._buckets
+        inputs = _batch_inputs(self._request, model.config.mask_id, rows, indices, width)
         inputs = place(model.mesh, inputs, batch_specs(inputs))
-        decoder = request.decoder
 
         def start(params, settings, inputs, whole=False):
             fns = self._fns(params, whole)
@@ -267,15 +294,41 @@ class _Run:
             if model.mesh is not None:
                 # An undivided model's state has the structure of a divided one's.
                 undivided = functools.partial(start, whole=True)
-                args = (self._params, self._settings, inputs)
-                out_specs = batch_specs(jax.eval_shape(undivided, *args), whole_drafter)
+                shapes = jax.eval_shape(undivided, self._params, self._settings, inputs)
+                out_specs = batch_specs(shapes, self._whole_drafter)
             in_specs = (self._specs, P(), batch_specs(inputs))
             return model.jit(start, in_specs, out_specs)
 
         key = (decoder.name, "start", canvas_length, self._pair)
-        args = (self._params, self._settings, inputs)
-        self.state: DecodeState = self._call(key, build, args)
-        self._state_specs = batch_specs(self.state, whole_drafter)
+        return self._call(key, build, (self._params, self._settings, inputs))
+
+    def refill(self, rows: dict[int, tuple[Row, int]]) -> None:
+        """Puts new prompts, with their indices, into rows that are done.
+
+        No longer than the batch's buckets. All programs are those of the batch.
+        """
+        fresh = [rows[row][0] if row in rows else None for row in range(self.size)]
+        indices = [rows[row][1] if row in rows else 0 for row in range(self.size)]
+        new = self._start(fresh, indices)
+        self._rows = [f or old for f, old in zip(fresh, self._rows, strict=True)]
+
+        def merge(old, new, taken):
+            def choose(before, after, spec):
+                if "data" not in spec:
+                    return before
+                axis = tuple(spec).index("data")
+                shape = [-1 if a == axis else 1 for a in range(before.ndim)]
+                return jnp.where(taken.reshape(shape), after, before)
+
+            return jax.tree.map(choose, old, new, self._state_specs)
+
+        def build():
+            specs = (self._state_specs, self._state_specs, P("data"))
+            return self._model.jit(merge, specs, self._state_specs, donate_argnums=0)
+
+        taken = jnp.array([row in rows for row in range(self.size)])
+        args = (self.state, new, place(self._model.mesh, taken, P("data")))
+        self.state = self._call((self._request.decoder.name, "refill"), build, args)
         self._look()
 
     def _look(self) -> None:
@@ -310,24 +363,33 @@ class _Run:
         self._decode_seconds += time.perf_counter() - began - compiled
         return state
 
-    def advance(self, pause: bool, one_step: bool = False) -> bool:
-        """Goes on to the end, the next finished block, or by one step; whether it ended."""
+    def advance(self, pause: bool = False, ends: int = 0, one_step: bool = False) -> bool:
+        """Goes on to the end, to the next finished block, until rows end, or by one step.
+
+        Args:
+          pause: whether to come back as soon as a row has finished a block.
+          ends: come back as soon as so many rows have ended; 0 is off.
+          one_step: whether to come back after a step; another program than the loop's.
+
+        Returns:
+          Whether all rows are done.
+        """
         decoder = self._request.decoder
 
-        def go_on(state, params, settings, pause):
+        def go_on(state, params, settings, ends, pause):
             fns = self._fns(params)
             step = functools.partial(decoder.step, fns, settings)
             most_steps = decoder.most_steps(settings, state.canvas.shape[1])
             if one_step:
                 most_steps = 1
-            return loop.run(step, state, pause, most_steps)
+            return loop.run(step, state, pause, most_steps, ends)
 
         def build():
-            in_specs = (self._state_specs, self._specs, P(), P())
+            in_specs = (self._state_specs, self._specs, P(), P(), P())
             return self._model.jit(go_on, in_specs, self._state_specs, donate_argnums=0)
 
-        paused = place(self._model.mesh, jnp.asarray(pause), P())
-        args = (self.state, self._params, self._settings, paused)
+        when = place(self._model.mesh, (jnp.int32(ends), jnp.asarray(pause)), P())
+        args = (self.state, self._params, self._settings, *when)
         key = (decoder.name, "go_on", self._pair, one_step)
         self.state = self._call(key, build, args)
         self._look()
@@ -375,7 +437,7 @@ class _Run:
             return report
         # The weights that a forward reads are what it costs at small batches.
         tokens, pair = request.settings.block_length, (self._model, self._drafter)
-        own, other = (weight_bytes(one.config, one.dtype, tokens) for one in pair)
+        own, other = (weight_bytes(one.config, one.params, tokens) for one in pair)
         of_target = sum(forwards.values()) - forwards["draft"] - forwards["prefill"]
         cost = of_target + forwards["draft"] * other / own
         alone = report["forwards_of_target_alone"]
@@ -432,22 +494,29 @@ class _Run:
         )
 
 
-def _encode_all(model: Model, request: Plan, prompts: Sequence[Prompt]) -> list[Row]:
+def buckets_of(rows: Sequence[Row]) -> tuple[int, int]:
+    """Slots of the prompts and of the canvas that rows need, in whole buckets."""
+    return bucket(max(len(row.ids) for row in rows)), bucket(max(row.end for row in rows))
+
+
+def encode_row(model: Model, request: Plan, prompt: Prompt) -> Row:
+    """The row of a prompt; raises ValueError for a prompt that cannot be one."""
+    if request.stop and model.tokenizer is None:
+        raise ValueError(f"stop={request.stop!r} needs a model with a tokenizer.")
     config, tokenizer = model.config, model.tokenizer
+    if request.marker is not None:
+        return encode_holes(config, tokenizer, prompt, request.marker)
+    return encode_prompt(config, tokenizer, prompt, request.chat, request.max_new_tokens)
+
+
+def _encode_all(model: Model, request: Plan, prompts: Sequence[Prompt]) -> list[Row]:
     rows = []
     for index, prompt in enumerate(prompts):
         try:
-            if request.marker is not None:
-                row = encode_holes(config, tokenizer, prompt, request.marker)
-            else:
-                new = request.max_new_tokens
-                row = encode_prompt(config, tokenizer, prompt, request.chat, new)
+            rows.append(encode_row(model, request, prompt))
         except ValueError as error:
             where = f"prompt {index}: " if len(prompts) > 1 else ""
             raise ValueError(f"{where}{error}") from None
-        rows.append(row)
-    if request.stop and model.tokenizer is None:
-        raise ValueError(f"stop={request.stop!r} needs a model with a tokenizer.")
     if not isinstance(request.seed, int) and len(request.seed) != len(rows):
         raise ValueError(f"{len(request.seed)} seeds were given for {len(rows)} prompts.")
     return rows
@@ -466,7 +535,8 @@ def check_drafter(config: ModelConfig, request: Plan, drafter: ModelConfig | Non
         check_pair(config, drafter)
 
 
-def _check_drafter(model: Model, request: Plan, drafter: Model | None) -> None:
+def check_models(model: Model, request: Plan, drafter: Model | None) -> None:
+    """`check_drafter` for loaded models, which must be on one mesh."""
     check_drafter(model.config, request, None if drafter is None else drafter.config)
     if drafter is not None and drafter.mesh != model.mesh:
         raise ValueError("draft_model must be loaded with the model's mesh.")
@@ -480,20 +550,20 @@ def run_plan(
     draft_model: Model | None = None,
 ) -> list[Output]:
     """Decodes prompts as `request` says; as `generate` after its settings are checked."""
-    _check_drafter(model, request, draft_model)
+    check_models(model, request, draft_model)
     rows = _encode_all(model, request, prompts)
     size = batch_size or max(len(rows), 1)
     outputs: list[Output] = []
     for begin in range(0, len(rows), size):
         part = rows[begin : begin + size]
         indices = list(range(begin, begin + len(part)))
-        run = _Run(model, request, part, indices, draft_model)
+        run = Run(model, request, part, indices, draft_model)
         if request.stop:
             # A stop string can only be seen in text, so look after every block.
             while not run.advance(pause=True):
                 run.end_rows([row for row in range(len(part)) if run.has_stop(row)])
         else:
-            run.advance(pause=False)
+            run.advance()
         outputs += [run.output(row) for row in range(len(part))]
     return outputs
 
@@ -621,11 +691,11 @@ def stream_plan(
     model: Model, request: Plan, prompt: Prompt, draft_model: Model | None = None
 ) -> Iterator[tuple[str, Output | None]]:
     """Decodes one prompt block by block: pieces of text, then ("", the output)."""
-    _check_drafter(model, request, draft_model)
+    check_models(model, request, draft_model)
     rows = _encode_all(model, request, [prompt])
     if model.tokenizer is None:
         raise ValueError("the model has no tokenizer, so there is no text to stream.")
-    run = _Run(model, request, rows, [0], draft_model)
+    run = Run(model, request, rows, [0], draft_model)
     text = TextStream(model.tokenizer, request.stop)
     ended = False
     while not ended and not text.stopped:
@@ -644,12 +714,12 @@ def watch_plan(
     A step is one forward (`block` also stores in it, others may take one more to store).
     Much slower than the loop on the device, and the same tokens.
     """
-    _check_drafter(model, request, draft_model)
-    run = _Run(model, request, _encode_all(model, request, [prompt]), [0], draft_model)
+    check_models(model, request, draft_model)
+    run = Run(model, request, _encode_all(model, request, [prompt]), [0], draft_model)
     ended = False
     while not ended:
         yield run.canvas(0), None
-        ended = run.advance(pause=False, one_step=True)
+        ended = run.advance(one_step=True)
         ended |= bool(request.stop) and run.has_stop(0)
     yield run.canvas(0), run.output(0)
 
@@ -668,6 +738,6 @@ def stream(
     `generate`, but for `batch_size`; wrong settings raise at once.
     """
     request = plan(model.config, decoder, **arguments)
-    _check_drafter(model, request, draft_model)
+    check_models(model, request, draft_model)
     pieces = stream_plan(model, request, prompt, draft_model)
     return (piece for piece, _ in pieces if piece)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from dllm_jax import sampling, transformer
 from dllm_jax.params import Params
 from dllm_jax.partition import WHOLE, Partition
+from dllm_jax.quantize import slice_columns
 
 CHUNK = 8192
 """Vocabulary entries of a chunk: the logits of 1024 slots still fit a TPU core's memory."""
@@ -100,7 +101,7 @@ def _sum_chunks(
     def absorb(sums: _Sums, first):
         # The last chunk begins early enough to be whole; what it repeats does not count.
         start = jnp.minimum(first, size - chunk)
-        part = jax.lax.dynamic_slice_in_dim(weights, start, chunk, axis)
+        part = slice_columns(weights, start, chunk, axis)
         part = params.replace(embed=part) if tied else params.replace(head=part)
         logits = transformer.logits(part, hidden)
         index = start + column

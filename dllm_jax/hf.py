@@ -7,10 +7,11 @@ No torch, and none of the checkpoint's own Python code: families are data
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,8 @@ from safetensors.numpy import save_file
 
 from dllm_jax.config import Family, ModelConfig
 from dllm_jax.models import FAMILIES, resolve_family
-from dllm_jax.params import Params, leaf_dtype, leaf_paths
+from dllm_jax.params import leaf_dtype, leaf_paths, leaf_shapes
+from dllm_jax.quantize import QArray, quantize
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -357,8 +359,8 @@ class HFCheckpoint:
         with safe_open(self.tensors[name].file, framework="numpy") as file:
             return file.get_tensor(name)
 
-    def read_leaf(self, leaf: str, dtype: np.dtype) -> np.ndarray:
-        """One leaf of our tree, stacked and transposed, in `dtype`.
+    def read_leaf(self, leaf: str, dtype: np.dtype, quant: str = "none") -> Any:
+        """One leaf of our tree, stacked and transposed, in `dtype` or a `QArray`.
 
         Only one source tensor is held besides the leaf.
 
@@ -366,12 +368,19 @@ class HFCheckpoint:
           CheckpointError: if a value is not finite, before or after the cast.
         """
         info = leaf_paths(self.config)[leaf]
-        dtype = leaf_dtype(info, dtype)
-        out = np.empty(info.shape, dtype)
+        shapes = leaf_shapes(info, dtype, quant)
+        out = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
         for name, source in self.sources.items():
-            for part in source.parts:
-                if part.leaf == leaf:
+            for part in (part for part in source.parts if part.leaf == leaf):
+                if not isinstance(out, QArray):
                     self._read_part(name, part, out[part.index])
+                    continue
+                shape = info.shape[len(part.index) :]
+                weight = np.empty(shape, leaf_dtype(info, dtype))
+                self._read_part(name, part, weight)
+                axis = info.contracts % len(info.shape) - len(part.index)
+                one = quantize(weight, axis)
+                out.values[part.index], out.scale[part.index] = one.values, one.scale
         return out
 
     def _read_part(self, name: str, part: Part, target: np.ndarray) -> None:
@@ -441,37 +450,94 @@ def hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
     }
 
 
+SHARD_BYTES = 1_000_000_000
+"""Most bytes of a file of an exported checkpoint, unless one tensor is larger."""
+
+
 def export_hf(
-    params: Params,
+    read_leaf: Callable[[str], Any],
     config: ModelConfig,
     family: str,
     directory: Path,
     dtype: Any = ml_dtypes.bfloat16,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[str, int], None] = lambda file, size: None,
 ) -> None:
-    """Writes config.json and model.safetensors as the family publishes them."""
+    """Writes config.json and safetensors as the family publishes them.
+
+    Only the leaves of one tensor, and one file of tensors, are in memory at a time.
+
+    Args:
+      read_leaf: a leaf by its dotted path, `[..]` as in the parameter tree.
+      config: the model.
+      family: its name.
+      directory: written to; made if need be.
+      dtype: of the tensors.
+      shard_bytes: most bytes of a file; a checkpoint that fits into one has no index.
+      progress: told of each finished file and its bytes.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    leaves: dict[str, Any] = {}
-    for path in leaf_paths(config):
-        value: Any = params
-        for name in path.split("."):
-            value = getattr(value, name)
-        leaves[path] = value
-    tensors = {}
-    infos = leaf_paths(config)
-    for name, source in source_tensors(config, FAMILIES[family]).items():
-        target = leaf_dtype(infos[source.parts[0].leaf], dtype)
-        tensors[name] = np.empty(source.shape, target)
-        for part in source.parts:
-            value = np.asarray(leaves[part.leaf][part.index])
-            tensors[name][part.rows] = value.T if part.transpose else value
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    infos, sources = leaf_paths(config), source_tensors(config, FAMILIES[family])
+
+    def size(name: str) -> int:
+        return math.prod(sources[name].shape) * target(name).itemsize
+
+    def target(name: str) -> np.dtype:
+        return leaf_dtype(infos[sources[name].parts[0].leaf], dtype)
+
+    shards: list[list[str]] = []
+    groups = _groups_of_tensors(sources)
+    total = sum(map(size, sources))
+    if total <= shard_bytes:
+        shards = [list(sources)]
+    else:
+        for group in groups:
+            room = 0
+            for name in group:
+                if size(name) > room:
+                    shards.append([])
+                    room = shard_bytes
+                shards[-1].append(name)
+                room -= size(name)
+    weight_map, held = {}, {}
+    for number, names in enumerate(shards, start=1):
+        tensors = {}
+        needed = dict.fromkeys(part.leaf for n in names for part in sources[n].parts)
+        held = {leaf: held.get(leaf) for leaf in needed}
+        for name in names:
+            tensors[name] = np.empty(sources[name].shape, target(name))
+            for part in sources[name].parts:
+                if held[part.leaf] is None:
+                    held[part.leaf] = read_leaf(part.leaf)
+                value = np.asarray(held[part.leaf][part.index])
+                tensors[name][part.rows] = value.T if part.transpose else value
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+        progress(file, sum(map(size, names)))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2) + "\n"
+        (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     text = json.dumps(hf_config(config, FAMILIES[family]), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def count_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """Bytes of all parameters in `dtype`."""
-    return sum(
-        math.prod(info.shape) * leaf_dtype(info, dtype).itemsize
-        for info in leaf_paths(config).values()
-    )
+def _groups_of_tensors(sources: Mapping[str, Source]) -> list[list[str]]:
+    """The tensors, those together that are of the same leaves (fused projections too)."""
+    groups: list[tuple[set[str], list[str]]] = []
+    for name, source in sources.items():
+        leaves = {part.leaf for part in source.parts}
+        joined = [group for group in groups if group[0] & leaves]
+        groups = [group for group in groups if not group[0] & leaves]
+        names = [n for group in joined for n in group[1]]
+        groups.append((leaves.union(*(group[0] for group in joined)), [*names, name]))
+    return [names for _, names in groups]
+
+
+def count_bytes(config: ModelConfig, dtype: np.dtype, quant: str = "none") -> int:
+    """Bytes of all parameters in `dtype`, or in int8 what `quant` says."""
+    shapes = [leaf_shapes(info, dtype, quant) for info in leaf_paths(config).values()]
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))

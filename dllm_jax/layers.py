@@ -1,7 +1,11 @@
 """The layers of the transformer that are not attention."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from dllm_jax.quantize import matmul
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -41,6 +45,6 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def swiglu(x: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
     """`down(silu(gate(x)) * up(x))` for `[B, T, D]`."""
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    return matmul(jax.nn.silu(matmul(x, gate)) * matmul(x, up), down)

@@ -30,9 +30,11 @@ from dllm_jax.decoding.base import ModelFns
 from dllm_jax.hf import HFCheckpoint
 from dllm_jax.params import Params
 from dllm_jax.partition import WHOLE, Partition
+from dllm_jax.quantize import QUANTS
 from dllm_jax.sharding import (
     LOGICAL_RULES,
     REPLICATED,
+    leaf_places,
     make_mesh,
     make_partition,
     param_shardings,
@@ -55,6 +57,7 @@ class Model:
         kv_dtype: Any = None,
         mesh: Mesh | None = None,
         divided: bool = True,
+        quant: str = "none",
     ):
         self.params = params
         self.config = config
@@ -63,6 +66,7 @@ class Model:
         self.kv_dtype = kv_dtype  # of keys and values in caches; that of params if None
         self.mesh = mesh  # of `sharding.make_mesh`, where the parameters lie; or None
         self.divided = divided  # over the mesh; else every device has all of the model
+        self.quant = quant  # of the weights, one of `quantize.QUANTS`
         self.num_traces = 0  # times that a program was traced, for tests
         self.compile_seconds = 0.0
         self._programs: dict[Any, Callable] = {}
@@ -70,7 +74,7 @@ class Model:
     @property
     def dtype(self) -> np.dtype:
         """The dtype of the parameters."""
-        return self.params.embed.dtype
+        return self.params.final_norm.dtype
 
     def fns(self, params: Params) -> ModelFns:
         """The model as decoders see it."""
@@ -91,7 +95,7 @@ class Model:
     def specs(self) -> Params:
         """How the parameters lie on the mesh: a tree of `PartitionSpec`."""
         rules = LOGICAL_RULES if self.divided else REPLICATED
-        shardings = param_shardings(self.config, self.mesh, rules)
+        shardings = param_shardings(self.config, self.mesh, rules, self.quant)
         return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
     def jit(self, fn: Callable, in_specs: Any, out_specs: Any, **options: Any) -> Callable:
@@ -154,7 +158,7 @@ def model_fns(
       kv_dtype: of cached keys and values; that of the weights if None.
       partition: how the model is divided, inside `shard_map`.
     """
-    kv_dtype = kv_dtype or params.embed.dtype
+    kv_dtype = kv_dtype or params.final_norm.dtype
     own = dataclasses.replace(config, num_kv_heads=partition.heads(config.num_kv_heads))
     divided = {"vocab_size": config.vocab_size, "partition": partition}
     return ModelFns(
@@ -211,6 +215,7 @@ def load(
     mask_id: int | None = None,
     mesh: str | Mapping[str, int] | Mesh | None = None,
     divided: bool = True,
+    quant: str = "auto",
 ) -> Model:
     """Loads a model.
 
@@ -228,6 +233,9 @@ def load(
         `sharding.make_mesh`. Each device, and each host, reads its own part.
       divided: False puts the whole model on every device of the mesh (a small drafter
         whose target is divided).
+      quant: of the weights: "none", "int8" (approximate; half of bfloat16's memory and
+        bandwidth), "int8-dynamic" (products also quantise their other side, token by token:
+        less exact, faster where tokens are many), or "auto": as converted.
 
     Returns:
       The model, on the default device or on the mesh.
@@ -235,6 +243,8 @@ def load(
     Raises:
       ValueError: if there is no such model, it is damaged, or it cannot be divided so.
     """
+    if quant not in ("auto", *QUANTS):
+        raise ValueError(f"{quant=} must be one of auto, {', '.join(QUANTS)}.")
     if not isinstance(mesh, Mesh):
         mesh = make_mesh(mesh)
     rules = LOGICAL_RULES if divided else REPLICATED
@@ -252,14 +262,16 @@ def load(
             )
         sidecar = read_sidecar(path)
         config = sidecar.config
-        shardings = None if mesh is None else param_shardings(config, mesh, rules)
-        params = read_params(path, sidecar, DTYPES[dtype], shardings)
+        quant = sidecar.quant if quant == "auto" else quant
+        places = leaf_places(config, mesh, rules, quant)
+        params = read_params(path, sidecar, DTYPES[dtype], places, quant)
     else:
         checkpoint = HFCheckpoint(path, family, mask_id)
         config = checkpoint.config
-        shardings = None if mesh is None else param_shardings(config, mesh, rules)
-        params = read_hf_params(checkpoint, DTYPES[dtype], shardings)
+        quant = "none" if quant == "auto" else quant
+        places = leaf_places(config, mesh, rules, quant)
+        params = read_hf_params(checkpoint, DTYPES[dtype], places, quant)
     has_tokenizer = any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
     tokenizer = Tokenizer(path, config.mask_id) if has_tokenizer else None
     cached = jnp.int8 if kv_dtype == "int8" else None
-    return Model(params, config, tokenizer, os.fspath(name), cached, mesh, divided)
+    return Model(params, config, tokenizer, os.fspath(name), cached, mesh, divided, quant)

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 
 from dllm_jax.config import ModelConfig, MoEConfig
-from dllm_jax.params import count_params, leaf_dtype, leaf_paths
+from dllm_jax.params import count_params, param_shapes
 
 CONTEXT = 4096
 """Tokens, prompt and answer together, whose keys and values are counted."""
@@ -75,7 +76,7 @@ class ModelSize:
     name: str
     params: int
     bfloat16: int  # weights
-    int8: int  # weights: matrices as int8 with a scale a column, embedding bfloat16
+    int8: int  # weights, with `quant="int8"`
     cache: int  # bfloat16 keys and values of one prompt of CONTEXT tokens
 
 
@@ -85,29 +86,17 @@ def model_sizes() -> list[ModelSize]:
         ModelSize(
             name=name,
             params=count_params(config),
-            bfloat16=_weights(config, int8=False),
-            int8=_weights(config, int8=True),
+            bfloat16=_weights(config, "none"),
+            int8=_weights(config, "int8"),
             cache=_cache(config),
         )
         for name, config in MODELS.items()
     ]
 
 
-def _weights(config: ModelConfig, int8: bool) -> int:
-    total = 0
-    for path, info in leaf_paths(config).items():
-        count = math.prod(info.shape)
-        itemsize = leaf_dtype(info, np.float16).itemsize  # two bytes, as bfloat16
-        stacked = path != "head"
-        is_matrix = len(info.shape) - stacked >= 2 and path not in (
-            "embed",
-            "layers.router",
-        )
-        if int8 and is_matrix:
-            total += count + 4 * count // info.shape[-2]
-        else:
-            total += count * itemsize
-    return total
+def _weights(config: ModelConfig, quant: str) -> int:
+    leaves = jax.tree.leaves(param_shapes(config, jnp.bfloat16, quant=quant))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _cache(config: ModelConfig) -> int:

@@ -7,6 +7,7 @@ from dllm_jax.config import MoEConfig
 from dllm_jax.layers import swiglu
 from dllm_jax.params import LayerParams
 from dllm_jax.partition import WHOLE, Partition
+from dllm_jax.quantize import grouped_matmul
 
 
 def route(
@@ -69,9 +70,10 @@ def mixture(
     groups = jnp.arange(held, dtype=jnp.int32)
     sizes = jnp.sum(own[:, None] == groups, axis=0, dtype=jnp.int32)
     rows = tokens[order // config.experts_per_token]
-    gate = jax.lax.ragged_dot(rows, layer.expert_gate, sizes)
-    up = jax.lax.ragged_dot(rows, layer.expert_up, sizes)
-    out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, layer.expert_down, sizes)
+    group = own[order]
+    gate = grouped_matmul(rows, layer.expert_gate, sizes, group)
+    up = grouped_matmul(rows, layer.expert_up, sizes, group)
+    out = grouped_matmul(jax.nn.silu(gate) * up, layer.expert_down, sizes, group)
     out = out[jnp.argsort(order)].reshape(*expert.shape, -1).astype(jnp.float32)
     if partition.expert > 1:  # rows without a group are not defined
         mine = (own < held).reshape(*expert.shape, 1)

@@ -6,6 +6,7 @@ front.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dllm_jax.config import ModelConfig
+from dllm_jax.quantize import QArray, scale_axes
 
 
 @struct.dataclass
@@ -65,6 +67,13 @@ class ParamInfo:
     axes: tuple[str | None, ...]  # logical names, the input of sharding rules
     init_scale: float | None  # standard deviation, or None for ones (norm weights)
     float32: bool = False  # kept in float32 whatever the dtype of the model
+    contracts: int | None = (
+        None  # axis that products sum over; None: stays as it is in int8
+    )
+
+    def quantized(self, quant: str) -> bool:
+        """Whether the leaf is a `QArray` in a model of this `quantize.QUANTS`."""
+        return quant != "none" and self.contracts is not None
 
 
 def _abstract_stack(config: ModelConfig, layers: int, dense: bool) -> LayerParams:
@@ -77,11 +86,12 @@ def _abstract_stack(config: ModelConfig, layers: int, dense: bool) -> LayerParam
 
     def matrix(rows: int, columns: int, axes: tuple[str, str], depth=1) -> ParamInfo:
         scale = 1.0 / math.sqrt(rows * depth)
-        return ParamInfo((layers, rows, columns), ("layers", *axes), scale)
+        return ParamInfo((layers, rows, columns), ("layers", *axes), scale, contracts=-2)
 
     def experts(info: ParamInfo) -> ParamInfo:
         shape = (layers, moe.num_experts, *info.shape[1:])
-        return ParamInfo(shape, ("layers", "experts", *info.axes[1:]), info.init_scale)
+        axes = ("layers", "experts", *info.axes[1:])
+        return dataclasses.replace(info, shape=shape, axes=axes)
 
     def network(width: int) -> tuple[ParamInfo, ParamInfo, ParamInfo]:
         inward = matrix(embed, width, ("embed", "ffw"))
@@ -93,6 +103,10 @@ def _abstract_stack(config: ModelConfig, layers: int, dense: bool) -> LayerParam
     gate, up, down = network(width) if width else (None, None, None)
     routed = [experts(info) for info in network(moe.ffw_dim)] if moe else [None] * 3
     biased = moe is not None and moe.selection_bias
+    router = None
+    if moe:  # decides near ties: never in int8
+        router = matrix(embed, moe.num_experts, ("embed", None))
+        router = dataclasses.replace(router, contracts=None)
     return LayerParams(
         attn_norm=vector(embed, "embed"),
         q=matrix(embed, heads, ("embed", "q_heads")),
@@ -108,7 +122,7 @@ def _abstract_stack(config: ModelConfig, layers: int, dense: bool) -> LayerParam
         gate=gate,
         up=up,
         down=down,
-        router=matrix(embed, moe.num_experts, ("embed", None)) if moe else None,
+        router=router,
         router_bias=vector(moe.num_experts, None, 0.0, float32=True) if biased else None,
         expert_gate=routed[0],
         expert_up=routed[1],
@@ -119,9 +133,12 @@ def _abstract_stack(config: ModelConfig, layers: int, dense: bool) -> LayerParam
 def abstract_params(config: ModelConfig) -> Params:
     """The tree of `ParamInfo` that describes every parameter of a model."""
     embed, dense = config.embed_dim, config.dense_layers if config.moe else 0
-    head = ParamInfo((embed, config.vocab_size), ("embed", "vocab"), 0.02)
+    head = ParamInfo((embed, config.vocab_size), ("embed", "vocab"), 0.02, contracts=0)
+    table = ParamInfo((config.vocab_size, embed), ("vocab", "embed"), 0.02)
+    if config.tied_head:
+        table = dataclasses.replace(table, contracts=1)
     return Params(
-        embed=ParamInfo((config.vocab_size, embed), ("vocab", "embed"), 0.02),
+        embed=table,
         dense_layers=_abstract_stack(config, dense, dense=True) if dense else None,
         layers=_abstract_stack(config, config.num_layers - dense, dense=False),
         final_norm=ParamInfo((embed,), ("embed",), None),
@@ -133,14 +150,35 @@ def _map(fn, tree: Params) -> Params:
     return jax.tree.map(fn, tree, is_leaf=lambda leaf: isinstance(leaf, ParamInfo))
 
 
-def param_shapes(config: ModelConfig, dtype: Any, sharding: Any = None) -> Params:
-    """The tree of `jax.ShapeDtypeStruct`, as restores and ahead-of-time lowering want."""
-    return _map(
-        lambda info: jax.ShapeDtypeStruct(
-            info.shape, leaf_dtype(info, dtype), sharding=sharding
-        ),
-        abstract_params(config),
+def param_shapes(
+    config: ModelConfig, dtype: Any, shardings: Any = None, quant: str = "none"
+) -> Params:
+    """The tree of `jax.ShapeDtypeStruct`, as restores and ahead-of-time lowering want.
+
+    Args:
+      config: the model.
+      dtype: of what is not quantised.
+      shardings: one for all leaves, or a tree as from `sharding.param_shardings`.
+      quant: one of `quantize.QUANTS`.
+    """
+    shapes = _map(lambda info: leaf_shapes(info, dtype, quant), abstract_params(config))
+    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(
+        lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
+        shapes,
+        shardings,
     )
+
+
+def leaf_shapes(info: ParamInfo, dtype: Any, quant: str) -> Any:
+    """The `jax.ShapeDtypeStruct` of a leaf, or a `QArray` of two."""
+    if not info.quantized(quant):
+        return jax.ShapeDtypeStruct(info.shape, leaf_dtype(info, dtype))
+    kept = scale_axes(info.contracts, len(info.shape))
+    scale = jax.ShapeDtypeStruct(tuple(info.shape[a] for a in kept), jnp.float32)
+    values = jax.ShapeDtypeStruct(info.shape, jnp.int8)
+    return QArray(values, scale, quant == "int8-dynamic")
 
 
 def leaf_dtype(info: ParamInfo, dtype: Any) -> Any:
@@ -165,6 +203,11 @@ def params_from_leaves(config: ModelConfig, leaves: dict[str, Any]) -> Params:
     return jax.tree.unflatten(structure, ordered)
 
 
+def get_leaf(params: Params, path: str) -> Any:
+    """A leaf by its dotted path."""
+    return functools.reduce(getattr, path.split("."), params)
+
+
 def init_params(config: ModelConfig, rng_key: jax.Array, dtype=jnp.float32) -> Params:
     """Random parameters for training. The key is consumed."""
     infos = leaf_paths(config)
@@ -186,18 +229,26 @@ def count_params(config: ModelConfig) -> int:
     return sum(math.prod(info.shape) for info in leaf_paths(config).values())
 
 
-def weight_bytes(config: ModelConfig, dtype: Any, tokens: int) -> float:
+def weight_bytes(config: ModelConfig, params: Params, tokens: int) -> float:
     """Bytes of weights that a forward of so many tokens reads, once.
 
     Of the embedding table only its use as the head counts; of experts, as many as the
     tokens choose if no two choose the same.
+
+    Args:
+      config: the model.
+      params: its parameters, or their shapes.
+      tokens: of all rows.
     """
     total = 0.0
-    for path, info in leaf_paths(config).items():
+    paths = leaf_paths(config)
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QArray))
+    for path, leaf in zip(paths, leaves, strict=True):
         if path == "embed" and not config.tied_head:
             continue
         used = 1.0
         if "expert_" in path:
             used = min(1.0, tokens * config.moe.experts_per_token / config.moe.num_experts)
-        total += used * math.prod(info.shape) * leaf_dtype(info, dtype).itemsize
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(leaf))
+        total += used * size
     return total

@@ -6,10 +6,12 @@ its experts; `Partition.sum` adds them up. With axes of size 1 there is nothing 
 same code then runs without a mesh.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from dllm_jax.quantize import slice_columns, take_rows
 
 
 class Partition(NamedTuple):
@@ -31,7 +33,7 @@ class Partition(NamedTuple):
         """How many of so many heads each device has: at least one."""
         return max(num_heads // self.tensor, 1)
 
-    def own_head(self, weight: jax.Array, num_heads: int, size: int) -> jax.Array:
+    def own_head(self, weight: Any, num_heads: int, size: int) -> Any:
         """What a device needs of a key or value projection `[.., num_heads * size]`.
 
         Where there are fewer heads than devices every device holds all of them, and its
@@ -40,16 +42,18 @@ class Partition(NamedTuple):
         if num_heads >= self.tensor or weight.shape[-1] == size:
             return weight
         head = self.index("tensor") // (self.tensor // num_heads)
-        return jax.lax.dynamic_slice_in_dim(weight, head * size, size, axis=-1)
+        return slice_columns(weight, head * size, size)
 
-    def rows_of_table(self, table: jax.Array, index: jax.Array, size: int) -> jax.Array:
+    def rows_of_table(
+        self, table: Any, index: jax.Array, size: int, dtype: Any
+    ) -> jax.Array:
         """`table[index]` of an embedding table of `size` rows, which may be divided."""
         held = table.shape[0]
         if held == size:
-            return table[index]
+            return take_rows(table, index, dtype)
         own = index - self.index("tensor") * held
         mine = (own >= 0) & (own < held)
-        rows = table[jnp.clip(own, 0, held - 1)]
+        rows = take_rows(table, jnp.clip(own, 0, held - 1), dtype)
         return self.sum(jnp.where(mine[..., None], rows, jnp.zeros_like(rows)))
 
 

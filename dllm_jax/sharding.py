@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -16,6 +17,7 @@ from dllm_jax.cache import KVCache
 from dllm_jax.config import ModelConfig
 from dllm_jax.params import ParamInfo, Params, leaf_paths, params_from_leaves
 from dllm_jax.partition import WHOLE, Partition
+from dllm_jax.quantize import QArray, scale_axes
 
 MESH_AXES = ("data", "tensor", "expert")
 """Rows of a batch; heads, feed-forward and vocabulary; experts. An axis may have size 1."""
@@ -74,6 +76,7 @@ def param_shardings(
     config: ModelConfig,
     mesh: Mesh | AbstractMesh,
     rules: Mapping[str, str | None] = LOGICAL_RULES,
+    quant: str = "none",
 ) -> Params:
     """The tree of `NamedSharding` on a mesh.
 
@@ -86,6 +89,7 @@ def param_shardings(
       config: the model.
       mesh: has the axes that the rules name, of `MESH_AXES`.
       rules: as `param_specs`.
+      quant: one of `quantize.QUANTS`; a scale lies as the channels that it is of.
 
     Raises:
       ValueError: as `param_specs`, or if a mesh axis is missing or does not divide what is
@@ -104,7 +108,7 @@ def param_shardings(
         rules = {**rules, "vocab": None}
     heads = {"q_heads": config.num_heads, "kv_heads": config.num_kv_heads}
 
-    def place(path: str, info: ParamInfo) -> NamedSharding:
+    def place(path: str, info: ParamInfo) -> Any:
         spec = _leaf_spec(path, info, rules)
         for dimension, (axis, mesh_axis) in enumerate(zip(info.axes, spec, strict=True)):
             if mesh_axis is None:
@@ -120,12 +124,37 @@ def param_shardings(
                     f"dimension {dimension} of {path}, {size} {axis}, cannot be split "
                     f"evenly over the mesh axis {mesh_axis!r} of size {sizes[mesh_axis]}."
                 )
-        return NamedSharding(mesh, spec)
+        whole = NamedSharding(mesh, spec)
+        if not info.quantized(quant):
+            return whole
+        kept = scale_axes(info.contracts, len(info.shape))
+        scale = NamedSharding(mesh, PartitionSpec(*(spec[axis] for axis in kept)))
+        return QArray(whole, scale, quant == "int8-dynamic")
 
     leaves: dict[str, Any] = {
         path: place(path, info) for path, info in leaf_paths(config).items()
     }
     return params_from_leaves(config, leaves)
+
+
+def leaf_places(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    rules: Mapping[str, str | None] = LOGICAL_RULES,
+    quant: str = "none",
+) -> dict[str, Any]:
+    """`param_shardings` by dotted paths; the first device if there is no mesh."""
+    paths = leaf_paths(config)
+    if mesh is None:
+        alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        dynamic = quant == "int8-dynamic"
+        return {
+            path: QArray(alone, alone, dynamic) if info.quantized(quant) else alone
+            for path, info in paths.items()
+        }
+    shardings = param_shardings(config, mesh, rules, quant)
+    leaves = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, QArray))
+    return dict(zip(paths, leaves, strict=True))
 
 
 REPLICATED: Mapping[str, str | None] = dict.fromkeys(LOGICAL_RULES)
@@ -234,7 +263,17 @@ def place(mesh: Mesh | None, tree: Any, specs: Any) -> Any:
         specs,
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )
-    return jax.device_put(tree, shardings)
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding))
+        return jax.device_put(np.asarray(x), sharding)  # of its own devices each
+
+    if isinstance(shardings, NamedSharding):
+        return jax.tree.map(lambda x: put(x, shardings), tree)
+    return jax.tree.map(put, tree, shardings)
 
 
 def fetch(tree: Any) -> Any:

@@ -13,6 +13,7 @@ from dllm_jax.layers import apply_rope, rms_norm, rope_tables, swiglu
 from dllm_jax.moe import mixture
 from dllm_jax.params import LayerParams, Params
 from dllm_jax.partition import WHOLE, Partition
+from dllm_jax.quantize import matmul, product
 from kernels_pallas import TokenFields, pack_fields
 
 
@@ -66,7 +67,7 @@ def forward(
     def project(x, weight, bias):  # [B, T, D] -> [B, T, heads, H]
         # Fused with what follows, XLA for TPU would want the weight transposed: a copy of
         # all of them before the loop, and a slow slice of it in every layer.
-        x = jax.lax.optimization_barrier(x @ weight)
+        x = jax.lax.optimization_barrier(matmul(x, weight))
         x = x if bias is None else x + bias
         return x.reshape(batch, num_tokens, -1, config.head_dim)
 
@@ -92,7 +93,7 @@ def forward(
             k = k.swapaxes(1, 2)
             v = project(y, own(layer.v), own(layer.v_bias)).swapaxes(1, 2)
             out = attend(q, k, v, packed, cache, index, implementation)
-            x = x + partition.sum(out.reshape(batch, num_tokens, -1) @ layer.o)
+            x = x + partition.sum(matmul(out.reshape(batch, num_tokens, -1), layer.o))
         with jax.named_scope("mlp"):
             y = rms_norm(x, layer.mlp_norm, config.norm_eps)
             if layer.router is None:
@@ -103,7 +104,8 @@ def forward(
         return (x, index + 1), (k, v)
 
     with jax.named_scope("embed"):
-        x = partition.rows_of_table(params.embed, tokens, config.vocab_size)
+        dtype = params.final_norm.dtype
+        x = partition.rows_of_table(params.embed, tokens, config.vocab_size, dtype)
     fresh, carry = [], (x, jnp.int32(0))
     for stack in params.stacks:
         carry, keys_values = jax.lax.scan(layer_step, carry, (stack, qk_norms(stack)))
@@ -136,13 +138,9 @@ def logits(
     """
     with jax.named_scope("logits"):
         if params.head is None:
-            own = jnp.einsum(
-                "...d,vd->...v", hidden, params.embed, preferred_element_type=jnp.float32
-            )
+            own = product(hidden, params.embed, "...d,vd->...v", jnp.float32)
         else:
-            own = jnp.einsum(
-                "...d,dv->...v", hidden, params.head, preferred_element_type=jnp.float32
-            )
+            own = product(hidden, params.head, "...d,dv->...v", jnp.float32)
         if vocab_size in (None, own.shape[-1]) or partition.tensor == 1:
             return own
         return jax.lax.all_gather(own, "tensor", axis=own.ndim - 1, tiled=True)

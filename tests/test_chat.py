@@ -99,6 +99,7 @@ def test_old_turns_are_dropped_and_it_says_so(talk, model):
         ([], ["--max-new-tokens", "256"], ["max_new_tokens=256", "256 positions"]),
         ([], ["--system", "word " * 300], ["system=", "128"]),
         ([], ["--threshold", "nan"], ["threshold=nan"]),
+        ([], ["--distributed"], ["distributed=True"]),
         ([], ["--model", "nowhere"], ["model='nowhere'"]),
         ([], ["--draft-model", "demo"], ["draft_model"]),
         (b"abc\n\xe9t\xe9\n", ["--max-new-tokens", "8"], ["byte 0 of line 2"]),

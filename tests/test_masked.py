@@ -409,10 +409,10 @@ def test_guidance_of_0_is_none(llada):
     prompts = random_prompts(6, (5, 33))
     plain = generate(llada, prompts, "masked", max_new_tokens=16)
     state = state_of(llada)
-    key, (before, params, settings, pause) = llada.last_call
+    key, (before, params, settings, *when) = llada.last_call
     step = functools.partial(decoder.step, llada.fns(params), settings.replace(guided=True))
     with quick_compilation():
-        guided = jax.jit(functools.partial(loop.run, step))(before, pause, 200)
+        guided = jax.jit(functools.partial(loop.run, step))(before, when[-1], 200)
     np.testing.assert_array_equal(guided.canvas, state.canvas)
     np.testing.assert_array_equal(guided.unmask_forward, state.unmask_forward)
     assert key[0] == "masked" and not resolved.guided and len(plain) == 2
@@ -430,7 +430,7 @@ def test_the_loop_is_its_steps_in_python(llada):
         temperature=0.5,
     )
     final = llada.state
-    _, (before, params, settings, _) = llada.last_call
+    _, (before, params, settings, *_) = llada.last_call
     step = jax.jit(functools.partial(DECODERS["masked"].step, llada.fns(params), settings))
     with quick_compilation():
         states = loop.run_in_python(step, before)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     "caches",
     "config",
+    "quantize",
     "params",
     "model_sizes",
     "partition",
@@ -36,6 +37,7 @@ LAYERS = (
     "prompts",
     "settings",
     "generate",
+    "batch",
     "trace_page",
     "plots",
     "watch",

@@ -334,7 +334,7 @@ def test_a_row_of_a_batch_equals_the_prompt_alone(models, alignment):
 def test_the_loop_is_its_step_and_rows_want_different_forwards(models):
     model = models["same"]
     outputs = decode(model, **ROUTED)
-    _, (state, params, settings, _) = model.last_call
+    _, (state, params, settings, *_) = model.last_call
     step = jax.jit(functools.partial(s2d2.step, model.fns(params), settings))
     states = loop.run_in_python(step, state)
     for row, out in enumerate(outputs):
@@ -362,7 +362,7 @@ def test_one_trace_a_bucket(models):
 def test_values_of_settings_are_one_trace(models):
     model = models["same"]
     decode(model, **ROUTED)
-    _, (state, params, settings, _) = model.last_call
+    _, (state, params, settings, *_) = model.last_call
 
     @jax.jit
     @chex.assert_max_traces(n=1)

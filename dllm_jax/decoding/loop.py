@@ -11,7 +11,11 @@ StepFn = Callable[[DecodeState], DecodeState]
 
 
 def run(
-    step: StepFn, state: DecodeState, pause: jax.Array, most_steps: int | jax.Array
+    step: StepFn,
+    state: DecodeState,
+    pause: jax.Array,
+    most_steps: int | jax.Array,
+    most_ends: int | jax.Array = 0,
 ) -> DecodeState:
     """Steps until every row is done, on the device.
 
@@ -20,6 +24,8 @@ def run(
       state: where to begin.
       pause: bool scalar; True returns as soon as a row has finished a block (streaming).
       most_steps: int32 scalar, `Decoder.most_steps`: the loop ends whatever a decoder does.
+      most_ends: int32 scalar; returns when so many rows have ended (to be refilled); 0 is
+        never.
 
     Returns:
       The final state, or the state at the pause.
@@ -28,8 +34,10 @@ def run(
 
     def going(carry):
         count, state = carry
-        moved = jnp.any((state.cursor > start) | (state.done & ~was_done))
-        return jnp.any(~state.done) & (count < most_steps) & ~(pause & moved)
+        ended = state.done & ~was_done
+        moved = jnp.any((state.cursor > start) | ended)
+        full = (most_ends > 0) & (jnp.sum(ended, dtype=jnp.int32) >= most_ends)
+        return jnp.any(~state.done) & (count < most_steps) & ~(pause & moved) & ~full
 
     def body(carry):
         count, state = carry
