@@ -175,7 +175,7 @@ def _run(args: argparse.Namespace) -> None:
         except ValueError as error:
             if not _is_typed():  # a script would not see that a turn has no answer
                 raise
-            say(str(error))
+            print(error, file=sys.stderr)
             continue
         if dropped:
             turns = "turn was" if dropped == 1 else "turns were"

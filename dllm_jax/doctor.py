@@ -19,7 +19,7 @@ import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 PYTHON_FLOOR = "3.11"
 JAX_FLOOR = "0.10"
@@ -298,13 +298,19 @@ def _host(root: Path) -> dict[str, Any]:
             total, free = limit, min(free or limit, limit - used)
     except (OSError, ValueError):
         pass
-    disk = shutil.disk_usage(Path.cwd())
     return {
         "cores": os.cpu_count(),
         "ram_bytes": total,
         "ram_free_bytes": free,
-        "disk_free_bytes": disk.free,
+        "disk_free_bytes": _disk_free("."),
     }
+
+
+def _disk_free(path: Any) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:  # such as a directory that was deleted under us
+        return None
 
 
 def _caches() -> dict[str, Any]:
@@ -317,7 +323,7 @@ def _caches() -> dict[str, Any]:
             "path": str(path),
             "exists": path.exists(),
             "writable": os.access(there, os.W_OK),
-            "disk_free_bytes": shutil.disk_usage(there).free,
+            "disk_free_bytes": _disk_free(there),
         }
     return caches
 
@@ -451,9 +457,14 @@ def _missing_device(wanted: str, report: dict[str, Any]) -> str | None:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"doctor: {message} (see --help)\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m dllm_jax.doctor",
         description="Say what this machine has, what is wrong with it, which models fit.",
         allow_abbrev=False,

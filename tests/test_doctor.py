@@ -60,6 +60,13 @@ def test_a_tpu_that_was_asked_for_is_one_line_and_exit_2(capsys):
     assert doctor.main(["--device", "cpu"]) == 0
 
 
+def test_bad_usage_is_one_line(capsys):
+    with pytest.raises(SystemExit) as caught:
+        doctor.main(["--device", "npu"])
+    assert caught.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_a_tpu_machine_on_which_jax_sees_a_cpu(machine, monkeypatch):
     assert doctor.tpu_chips(machine) == 2
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
