@@ -39,6 +39,7 @@ def lay_out(fns: ModelFns, inputs: DecodeInputs, slots: int) -> DecodeState:
         forwards=Forwards.zeros(batch),
         confidence=jnp.zeros(canvas.shape, jnp.float32),
         unmask_forward=jnp.full(canvas.shape, UNDECIDED, jnp.int32),
+        rule=jnp.zeros(canvas.shape, jnp.int32),
     )
 
 
@@ -108,8 +109,9 @@ def unmask(
     index: jax.Array,
     proposal: sampling.Proposal,
     chosen: jax.Array,
+    rule: jax.Array | int = 0,
 ) -> tuple[DecodeState, jax.Array]:
-    """Writes the chosen proposals, and when and how surely they were written.
+    """Writes the chosen proposals, and when, how surely and by which rule.
 
     Args:
       state: before the step, its counters too.
@@ -117,6 +119,7 @@ def unmask(
       index: int32 `[B, T]`, the window's slots.
       proposal: `[B, T]` each.
       chosen: bool `[B, T]`.
+      rule: int32 `[B, T]`, or one for all: which of `Decoder.rules` chose the slot.
 
     Returns:
       The state, and the window's tokens `[B, T]`.
@@ -125,10 +128,12 @@ def unmask(
     tokens = jnp.where(chosen, proposal.token, read(state.canvas, index))
     confidence = jnp.where(chosen, proposal.confidence, read(state.confidence, index))
     forward = jnp.where(chosen, number, read(state.unmask_forward, index))
+    rule = jnp.where(chosen, jnp.asarray(rule, jnp.int32), read(state.rule, index))
     state = state.replace(
         canvas=write(state.canvas, start, tokens),
         confidence=write(state.confidence, start, confidence),
         unmask_forward=write(state.unmask_forward, start, forward),
+        rule=write(state.rule, start, rule),
     )
     return state, tokens
 
