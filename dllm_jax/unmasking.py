@@ -182,17 +182,39 @@ def confident_together(
 def entropy_bounded(entropy: jax.Array, masked: jax.Array, bound: jax.Array) -> jax.Array:
     """The masked slots of lowest entropy whose entropies add up to less than `bound`.
 
-    At least one. The rule of the EB-Sampler and of JetEngine (specs, SDAR 1.1).
+    At least one. JetEngine's form of the EB-Sampler's rule (specs, SDAR 1.1), which
+    itself is `jointly_certain`.
 
     Args:
       entropy: float32 `[B, T]`, nats.
       masked: bool `[B, T]`.
       bound: float32 scalar, nats.
     """
+    rank, before = _entropy_before(entropy, masked)
+    return masked & ((before + entropy < bound) | (rank == 0))
+
+
+def jointly_certain(entropy: jax.Array, masked: jax.Array, bound: jax.Array) -> jax.Array:
+    """The most masked slots whose entropies without the largest sum to at most `bound`.
+
+    That sum bounds what the joint distribution loses when slots are drawn one by one; of
+    a single slot it is 0, so one is always chosen, and at 0 only slots that are certain
+    join it. The rule of the EB-Sampler (arXiv 2505.24857; specs, LEAP and KLASS 5.3).
+
+    Args:
+      entropy: float32 `[B, T]`, nats.
+      masked: bool `[B, T]`.
+      bound: float32 scalar, nats.
+    """
+    rank, before = _entropy_before(entropy, masked)
+    return masked & ((before <= bound) | (rank == 0))
+
+
+def _entropy_before(entropy, masked) -> tuple[jax.Array, jax.Array]:
+    """Each slot's place by entropy, and the sum of the entropies before it."""
     rank = _rank(-entropy, masked)
-    up_to = (rank[:, None, :] <= rank[:, :, None]) & masked[:, None, :]
-    total = jnp.sum(jnp.where(up_to, entropy[:, None, :], 0.0), axis=-1)
-    return masked & ((total < bound) | (rank == 0))
+    before = (rank[:, None, :] < rank[:, :, None]) & masked[:, None, :]
+    return rank, jnp.sum(jnp.where(before, entropy[:, None, :], 0.0), axis=-1)
 
 
 def entropy_bounded_script(
