@@ -126,7 +126,12 @@ def above_threshold(
     return jnp.where(enough[:, None], high, otherwise)
 
 
-def best_and(passing: jax.Array, score: jax.Array, masked: jax.Array) -> jax.Array:
+def best_and(
+    passing: jax.Array,
+    score: jax.Array,
+    masked: jax.Array,
+    needed: jax.Array | bool = True,
+) -> jax.Array:
     """The masked slots that pass a test, and the best one whether it passes or not.
 
     The rule of Fast-dLLM's threshold and of dParallel's entropy threshold.
@@ -135,8 +140,9 @@ def best_and(passing: jax.Array, score: jax.Array, masked: jax.Array) -> jax.Arr
       passing: bool `[B, T]`.
       score: float32 `[B, T]`, higher is better.
       masked: bool `[B, T]`.
+      needed: bool `[B, 1]`, False for rows that may choose nothing.
     """
-    return masked & (passing | (_rank(score, masked) == 0))
+    return masked & (passing | ((_rank(score, masked) == 0) & needed))
 
 
 def best_of_runs(score: jax.Array, masked: jax.Array) -> jax.Array:

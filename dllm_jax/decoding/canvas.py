@@ -1,9 +1,11 @@
 """The canvas of a batch: laying it out, reading and writing windows, unmasking slots."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from dllm_jax import sampling
+from dllm_jax import layouts, sampling
 from dllm_jax.decoding.base import (
     UNDECIDED,
     DecodeInputs,
@@ -12,6 +14,16 @@ from dllm_jax.decoding.base import (
     ModelFns,
     SamplingSettings,
 )
+from kernels_pallas import TokenFields
+
+
+class Appended(NamedTuple):
+    """Tokens behind a forward's row that look at it; nothing of it sees or keeps them."""
+
+    tokens: jax.Array  # [B, U] int32
+    fields: TokenFields  # [B, U], from `layouts.appended`
+    valid: jax.Array  # [B, U] bool
+    hidden: jax.Array  # [B, C] bool, slots of the canvas that they do not see
 
 
 def lay_out(fns: ModelFns, inputs: DecodeInputs, slots: int) -> DecodeState:
@@ -53,6 +65,31 @@ def write(canvas: jax.Array, start: jax.Array, values: jax.Array) -> jax.Array:
     return jax.vmap(
         lambda row, first, new: jax.lax.dynamic_update_slice(row, new, (first,))
     )(canvas, start, values)
+
+
+def row_of(
+    state: DecodeState,
+    index: jax.Array,
+    fields: TokenFields,
+    appended: Appended | None = None,
+) -> tuple[jax.Array, TokenFields]:
+    """Tokens and fields of a forward's row: slots of the canvas, and what is appended.
+
+    Args:
+      state: before the forward.
+      index: int32 `[B, T]`, the slots.
+      fields: theirs.
+      appended: U tokens, or None.
+
+    Returns:
+      `[B, T + U]` each.
+    """
+    tokens = read(state.canvas, index)
+    if appended is None:
+        return tokens, fields
+    hidden = read(appended.hidden, index)
+    tokens = jnp.concatenate([tokens, appended.tokens], axis=1)
+    return tokens, layouts.superposition(fields, appended.fields, hidden)
 
 
 def propose(

@@ -190,6 +190,11 @@ class FastDLLMSettings(SamplingSettings):
 def resolve(settings: FastDLLMSettings, config: ModelConfig) -> FastDLLMSettings:
     """Fills in what was not given and checks everything; raises ValueError."""
     check_bidirectional(config)
+    return resolve_rule(settings)
+
+
+def resolve_rule(settings: FastDLLMSettings) -> FastDLLMSettings:
+    """`resolve` but for what depends on the model."""
     strategy = settings.remasking_strategy
     if strategy is None:
         named = ("factor", "entropy_threshold")  # each of one strategy, its namesake
@@ -264,6 +269,7 @@ def choose(
     step: jax.Array,
     count: jax.Array,
     lead: jax.Array | None = None,
+    needed: jax.Array | bool = True,
 ) -> jax.Array:
     """The slots that a step unmasks: bool `[B, W]`.
 
@@ -274,13 +280,15 @@ def choose(
       step: int32 `[B]`, steps done in the block.
       count: int32 `[B]`, what the time schedule says.
       lead: float32 `[B, W]`, for strategy margin.
+      needed: bool `[B, 1]`, False for rows that may also unmask nothing, where what
+        passes a threshold decides.
     """
     confidence, surety = proposal.confidence, -proposal.entropy
     masked, strategy = window.masked, settings.remasking_strategy
     confident = confidence >= settings.threshold
     quota = even_quota(settings.denoising_steps, step, window)
     if strategy == "confidence_threshold":
-        return unmasking.best_and(confident, confidence, masked)
+        return unmasking.best_and(confident, confidence, masked, needed)
     if strategy == "confidence_threshold_quota":
         steps = num_steps(settings.denoising_steps, window)
         so_far = (step + 1) * (window.size // steps)
@@ -297,16 +305,17 @@ def choose(
         passing = confidence > settings.threshold
         leads = unmasking.best_of_runs(confidence, masked)
         passing |= leads & (confidence > settings.low_threshold)
-        return unmasking.best_and(passing, confidence, masked)
+        return unmasking.best_and(passing, confidence, masked, needed)
     if strategy == "entropy_threshold":
         certain = proposal.entropy <= settings.entropy_threshold
-        return unmasking.best_and(certain, surety, masked)
+        return unmasking.best_and(certain, surety, masked, needed)
     if strategy == "entropy_bounded":
         return unmasking.entropy_bounded(proposal.entropy, masked, settings.eb_threshold)
     if strategy == "eb_sampler":
         return unmasking.jointly_certain(proposal.entropy, masked, settings.eb_threshold)
     if strategy == "margin":
-        return unmasking.best_and(lead >= settings.margin_threshold, lead, masked)
+        passing = lead >= settings.margin_threshold
+        return unmasking.best_and(passing, lead, masked, needed)
     if strategy == "low_confidence":
         return unmasking.top_count(confidence, masked, quota)
     if strategy == "low_entropy":
@@ -314,15 +323,25 @@ def choose(
     return unmasking.top_count(surety, masked, count)
 
 
-def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> DecodeState:
-    """One forward of the batch: each row opens a block or goes on in its own."""
-    window = open_window(fns, settings.block_length, state)
-    number = count = state.step
+def only_first(
+    fns: ModelFns, settings: FastDLLMSettings, state: DecodeState, window: Window
+) -> tuple[jax.Array, jax.Array]:
+    """Rows that unmask the block's first slot and nothing else, bool `[B]`; and that slot.
+
+    With a cache and shifted logits: those that open a block. The slot is bool `[B, W]`.
+    """
     at_first = window.masked & (window.index == state.cursor[:, None])
     shifted = fns.config.logit_alignment == "shifted"
     if settings.cache == "none" or not shifted:
         at_first = jnp.zeros_like(at_first)
-    first_only = (state.step == 0) & jnp.any(at_first, axis=-1)
+    return (state.step == 0) & jnp.any(at_first, axis=-1), at_first
+
+
+def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> DecodeState:
+    """One forward of the batch: each row opens a block or goes on in its own."""
+    window = open_window(fns, settings.block_length, state)
+    number = count = state.step
+    first_only, at_first = only_first(fns, settings, state, window)
     if settings.remasking_strategy == "entropy":
         remaining = jnp.sum(window.masked, axis=-1, dtype=jnp.int32)
         counts = unmasking.scheduled_counts(remaining, settings.reveal)
