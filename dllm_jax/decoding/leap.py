@@ -236,11 +236,12 @@ def superpose(
 
     # The copy that predicts a slot stands at `place`, whose own candidates it cannot see.
     place, at_place, before = index, masked, offered
-    in_sight = jnp.sum(offered, axis=-1, keepdims=True) - offered
+    number = offered.astype(jnp.int32)
+    in_sight = jnp.sum(number, axis=-1, keepdims=True) - number
     if shifted:
         place = jnp.maximum(index - 1, 0)
         at_place, before = _behind(masked), _behind(offered)
-        in_sight -= before
+        in_sight -= before.astype(jnp.int32)
     shown = jnp.zeros_like(masked)
     hidden = jnp.zeros_like(masked)
     if settings.perturbation != "add":
@@ -342,7 +343,7 @@ def _unmask(
         logits = fns.logits(hidden[:, :width])
         count = settings.num_candidates
         token, probability = sampling.top_tokens(logits, mask_id, count)
-    rule = jnp.where(base, 0, _EARLY)
+    rule = jnp.where(early & ~base, _EARLY, 0)
     start = window.index[:, 0]
     state, _ = canvas.unmask(state, start, window.index, original, chosen, rule)
     return state.replace(candidates=jnp.where(probability >= settings.eta, token, mask_id))
