@@ -8,7 +8,8 @@ Tables, all of unseen problems, greedily, 64 new tokens in blocks of 32:
     decoders   LEAP beside the confidence threshold and the rules that look at the past
     sweep      LEAP's settings one by one
     lookahead  along confidence decoding: how far the copies' distributions are from those
-               of the next forward, and how often a stable first choice is the final one
+               of the next forward (with LEAP's candidates, and with the very tokens that
+               come next), and how often a stable first choice is the final one
 
 `forwards` and `token-forwards` (tokens run in them, appended ones too) are means a problem.
 `fewer %` compares forwards with the first row's, `early` counts the tokens that a problem
@@ -70,7 +71,7 @@ SWEEP_CASES += [
     for c in ("text", "all")
 ]
 SWEEP_CASES += [("leap", {"num_candidates": n}) for n in (1, 3)]
-SWEEP_CASES += [("leap", {"eta": e}) for e in (0.05, 0.1, 0.4)]
+SWEEP_CASES += [("leap", {"eta": e}) for e in (0.05, 0.1, 0.4, 0.6, 0.8)]
 SWEEP_CASES += [("leap", {"tau": t}) for t in (0.8, 0.6, 0.5, 0.4)]
 SWEEP_CASES += [("leap", {"early_confidence": c}) for c in ("perturbed", "least")]
 SWEEP_CASES += [("leap", {"tau": t, "consistency": False}) for t in (0.7, 0.5)]
@@ -130,6 +131,20 @@ def _states(model, problems):
     return loop.run_in_python(step, outs.first)
 
 
+def _with_next(model, state, after):
+    """The state with what its own forward unmasks as its only candidates."""
+    count = state.candidates.shape[1]
+    slots = state.canvas.shape[1]
+    index = np.minimum(np.asarray(state.cursor), slots - count)[:, None] + np.arange(count)
+    before, later = (
+        np.take_along_axis(np.asarray(x.canvas), index, 1) for x in (state, after)
+    )
+    mask_id = model.config.mask_id
+    candidates = np.full(state.candidates.shape, mask_id, np.int32)
+    candidates[..., 0] = np.where(before == mask_id, later, mask_id)
+    return state.replace(candidates=jnp.asarray(candidates))
+
+
 class _FirstState(dllm_jax.Model):
     """A model that keeps the state at which the loop begins."""
 
@@ -164,7 +179,8 @@ def lookahead(model, problems) -> list[dict[str, Any]]:
     """One row a setting of the perturbation, and one for none.
 
     A slot counts where it is masked now and in the next forward, and its copy saw a
-    candidate. Distances are total variation. `final` and the like are shares of first
+    candidate: one of the step before, as LEAP has them, or a token that the present step
+    unmasks. Distances are total variation. `final` and the like are shares of first
     choices that are the token decided in the end: of the stable ones with a confidence
     from 0.5 to 0.9, and of the others.
     """
@@ -172,23 +188,28 @@ def lookahead(model, problems) -> list[dict[str, Any]]:
     final = np.asarray(states[-1].canvas)
     decided = np.asarray(states[-1].unmask_forward) != UNDECIDED
     cases = [
-        {"perturbation": p, "candidates_see": c}
+        ({"perturbation": p, "candidates_see": c}, known)
         for p in leap.PERTURBATIONS
         for c in ("text", "all")
+        for known in (False, True)
     ]
     rows = []
-    for given in cases:
-        probe = _probe(model, given)
-        seen = [jax.tree.map(np.asarray, probe(state)) for state in states[:-1]]
+    for given, known in cases:
+        if not known:
+            probe = _probe(model, given)
+        seen = []
+        for state, after in pairwise(states):
+            state = _with_next(model, state, after) if known else state
+            seen.append(jax.tree.map(np.asarray, probe(state)))
         gather: dict[str, list[np.ndarray]] = {}
         for now, after in pairwise(seen):
             (p, copy, masked, informed, index), (later, _, still, _, place) = now, after
             both = masked & still & informed & (index == place)
             token = np.take_along_axis(final, index, axis=1)
-            known = both & np.take_along_axis(decided, index, axis=1)
+            returned = both & np.take_along_axis(decided, index, axis=1)
             first = p.argmax(-1)
             stable = first == copy.argmax(-1)
-            unsure = known & (p.max(-1) >= 0.5) & (p.max(-1) < 0.9)
+            unsure = returned & (p.max(-1) >= 0.5) & (p.max(-1) < 0.9)
             for name, value, where in (
                 ("distance", np.abs(copy - later).sum(-1) / 2, both),
                 ("plain distance", np.abs(p - later).sum(-1) / 2, both),
@@ -216,11 +237,13 @@ def lookahead(model, problems) -> list[dict[str, Any]]:
                 ),
                 "final if not %": "",
             }
-            rows.append({"perturbation": "none", "candidates see": "", **plain})
+            nothing = {"perturbation": "none", "candidates see": "", "candidates": ""}
+            rows.append({**nothing, **plain})
         rows.append(
             {
                 "perturbation": given["perturbation"],
                 "candidates see": given["candidates_see"],
+                "candidates": "what comes" if known else "step before",
                 "distance": means["distance"],
                 "agrees %": 100.0 * means["agrees"],
                 "stable %": 100.0 * means["stable"],
