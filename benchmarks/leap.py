@@ -259,14 +259,14 @@ def lookahead(model, problems) -> list[dict[str, Any]]:
 def _print_convergence(seen, states) -> None:
     """How long tokens of confidence decoding were the first choice before they came."""
     final = np.asarray(states[-1].canvas)
-    since = np.full(final.shape, -1)  # forwards for which the first choice is the last one
-    when, sure = np.full(final.shape, -1), np.zeros(final.shape)
+    since = np.full(final.shape, -1)  # forward in which the present first choice became it
+    choice, sure = np.full(final.shape, -1), np.zeros(final.shape)
     for number, (p, _, masked, _, index) in enumerate(seen):
         for row in range(len(final)):
             for place in np.flatnonzero(masked[row]):
                 slot, token = index[row, place], p[row, place].argmax()
-                if since[row, slot] < 0 or token != when[row, slot]:
-                    since[row, slot], when[row, slot] = number, token
+                if token != choice[row, slot]:
+                    since[row, slot], choice[row, slot] = number, token
                     sure[row, slot] = p[row, place].max()
     order = np.asarray(states[-1].unmask_forward)
     decided = (order != UNDECIDED) & (since >= 0)
