@@ -249,11 +249,14 @@ def init(
 
 
 def propose(
-    fns: ModelFns, settings: FastDLLMSettings, hidden: jax.Array, keys: jax.Array
+    fns: ModelFns,
+    settings: FastDLLMSettings,
+    hidden: jax.Array,
+    keys: jax.Array | None,
 ) -> tuple[sampling.Proposal, jax.Array | None]:
     """Proposals for `[B, W, D]`, and their lead `[B, W]` if the strategy reads it.
 
-    The keys `[B, W]` are consumed.
+    The keys `[B, W]` are consumed; None where no token is drawn.
     """
     if settings.remasking_strategy != "margin":
         return propose_from_hidden(fns, settings, hidden, keys), None

@@ -319,8 +319,8 @@ def _unmask(
       informed: bool `[B, W]`, from `superpose`.
     """
     width, mask_id = window.index.shape[1], fns.config.mask_id
-    masked, none_drawn = window.masked, jnp.zeros((), jnp.uint32)
-    both, lead = fast_dllm.propose(fns, settings, hidden[:, : 2 * width], none_drawn)
+    masked = window.masked
+    both, lead = fast_dllm.propose(fns, settings, hidden[:, : 2 * width], keys=None)
     original = sampling.Proposal(*(x[:, :width] for x in both))
     copy = sampling.Proposal(*(x[:, width:] for x in both))
     lead = None if lead is None else lead[:, :width]
