@@ -347,20 +347,18 @@ def test_a_row_gets_what_its_prompt_gets_alone(models, name):
             assert alone.stats.more == out.stats.more
 
 
-def test_without_the_test_tau_zero_unmasks_a_block_at_once(models):
+def test_without_the_test_tau_is_a_threshold(models):
+    """At 0 it unmasks a block at once; nothing is appended."""
+    given = {"max_new_tokens": 18, "block_length": 6, "stop_ids": ()}
+    run = functools.partial(generate, models["same"], prompts_of(LENGTHS), **given)
     with quick_compilation():
-        outs = generate(
-            models["same"],
-            prompts_of(LENGTHS),
-            "leap",
-            max_new_tokens=18,
-            block_length=6,
-            stop_ids=(),
-            tau=0.0,
-            consistency=False,
-        )
-    for out in outs:
-        assert out.unmask_forward == [0] * 6 + [1] * 6 + [2] * 6
+        for out in run(decoder="leap", tau=0.0, consistency=False):
+            assert out.unmask_forward == [0] * 6 + [1] * 6 + [2] * 6
+        outs = run(decoder="leap", tau=0.5, consistency=False)
+        expected = run(decoder="fast_dllm", threshold=0.5, cache="none")
+    for one, out in zip(outs, expected, strict=True):
+        assert (one.tokens, one.unmask_forward) == (out.tokens, out.unmask_forward)
+        assert one.stats.positions == out.stats.positions
 
 
 def test_infilling_and_values_are_traced(models):

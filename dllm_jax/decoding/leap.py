@@ -232,7 +232,7 @@ def superpose(
     index, masked, mask_id = window.index, window.masked, fns.config.mask_id
     shifted = fns.config.logit_alignment == "shifted"
     batch, width, count = state.candidates.shape
-    opened = state.step[:, None] > 0
+    opened = (state.step[:, None] > 0) & settings.consistency  # else nobody looks at them
     token = jnp.where((masked & opened)[..., None], state.candidates, mask_id)
     is_candidate = token != mask_id
     offered = jnp.any(is_candidate, axis=-1)
