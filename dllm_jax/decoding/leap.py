@@ -14,7 +14,7 @@ The test says nothing where no candidate of another slot is in sight, so it coun
 where one is; a block's first forward has no candidates.
 
 What is not known of the published method are settings. On the demo model the first, second
-and fourth change forwards by less than one in a hundred (docs/leap.md), so their defaults
+and fourth change forwards by at most three in a hundred (docs/leap.md), so their defaults
 are the simplest, the strictest and the cheapest choice:
 
     perturbation      add      candidates join the context, masked slots still show as masks
