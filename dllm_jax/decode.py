@@ -244,6 +244,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--json", action="store_true", help="one JSON object a prompt")
     group.add_argument(
+        "--trace",
+        action="store_true",
+        help="with --json or --output: also when and by which rule each token was unmasked",
+    )
+    group.add_argument(
         "--output", type=Path, metavar="FILE", help="write JSON lines here (a new file)"
     )
     group.add_argument(
@@ -428,7 +433,9 @@ def _stream(model: Model, request: Plan, prompt: Prompt, drafter: Model | None) 
 
 
 def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
-    shared = {"seed": args.seed, "preset": args.preset, **settings}
+    if args.trace and not (args.json or args.output):
+        raise ValueError("trace=True needs --json or --output.")
+    shared = {"seed": args.seed, "preset": args.preset, "trace": args.trace, **settings}
     generation = {
         "max_new_tokens": args.max_new_tokens,
         "stop": args.stop,
