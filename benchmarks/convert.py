@@ -27,7 +27,7 @@ import numpy as np
 from common import finish, parse_args
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.hf import count_bytes, export_hf
+from dllm_jax.hf import count_bytes, export_leaves
 from dllm_jax.params import leaf_paths
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -68,7 +68,7 @@ def write_source(config: ModelConfig, directory: Path) -> None:
     def read_leaf(leaf: str) -> np.ndarray:
         return np.resize(pattern, infos[leaf].shape)
 
-    export_hf(read_leaf, config, "sdar", directory)
+    export_leaves(read_leaf, config, "sdar", directory)
 
 
 def run(*command: str) -> tuple[float, float]:

@@ -54,7 +54,7 @@ def read_lines(path: Path, request: Plan, model_name: str) -> list[Line]:
     except OSError as error:
         raise ValueError(f"input={str(path)!r}: {error.strerror or error}.") from None
     asked = json.dumps([model_name, request.describe()], default=str).encode()
-    asked += repr((request.stop, request.stop_ids, request.chat)).encode()
+    asked += repr((request.stop, request.stop_ids, request.chat, request.trace)).encode()
     lines = []
     for number, text in enumerate(raw.split(b"\n"), start=1):
         if not text.strip():

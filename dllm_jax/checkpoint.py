@@ -1,11 +1,12 @@
-"""Converted checkpoints: one Orbax item a leaf, a sidecar and the tokenizer's files.
+"""Converted checkpoints: Orbax items, a sidecar and the tokenizer's files.
 
     DIR/dllm.json          config, family, dtype, source, checksums
-    DIR/params/LEAF/       an Orbax checkpoint holding one array
+    DIR/params/LEAF/0 ..   Orbax checkpoints, each of a chunk of the leaf
     DIR/tokenizer.json ..  as published
 
-A leaf each, so that writing and reading hold one leaf of host memory at a time, and a
-restore places each shard where it belongs.
+Leaves come in chunks of a few hundred MB (some layers of a stack, some of the vocabulary),
+so that writing and reading never hold more in host memory, and a restore places each shard
+where it belongs.
 """
 
 import contextlib
@@ -20,24 +21,28 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 
 from dllm_jax.config import ModelConfig
-from dllm_jax.hf import CheckpointError, HFCheckpoint, export_hf, read_json
+from dllm_jax.hf import CheckpointError, HFCheckpoint, export_leaves, read_json
 from dllm_jax.params import (
     ParamInfo,
     Params,
+    leaf_dtype,
     leaf_paths,
     leaf_shapes,
     params_from_leaves,
 )
-from dllm_jax.quantize import QUANTS, QArray, quantize
-from dllm_jax.sharding import leaf_places
+from dllm_jax.quantize import QUANTS, QArray, quantize, scale_axes
+from dllm_jax.sharding import fitting, leaf_places
 
 SIDECAR = "dllm.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+CHUNK_NUMBERS = 2**27
+"""Most numbers of a chunk, 256 MiB in bfloat16, unless one layer has more."""
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -57,7 +62,8 @@ class Sidecar:
     dtype: str
     source: str  # directory or hub id that it was converted from
     revision: str | None  # commit of the source, where known
-    checksums: dict[str, int]  # CRC-32 of each leaf's bytes
+    checksums: dict[str, list[int]]  # CRC-32 of the bytes of each leaf's chunks
+    chunk_numbers: int  # most numbers of a chunk
     tokenizer_files: tuple[str, ...]
     quant: str = "none"  # of the weights: "none" or "int8"
 
@@ -89,7 +95,7 @@ def read_sidecar(directory: Path) -> Sidecar:
     try:
         values["config"] = ModelConfig.from_dict(values["config"])
         values["tokenizer_files"] = tuple(values["tokenizer_files"])
-        values["checksums"] = dict(values["checksums"])
+        values["checksums"] = {k: [*v] for k, v in values["checksums"].items()}
         if values["dtype"] not in DTYPES:
             raise ValueError(f"dtype={values['dtype']!r}")
         if values.get("quant", "none") not in QUANTS:
@@ -145,13 +151,15 @@ def write_checkpoint(
     with _new_directory(destination) as partial:
         checksums = {}
         with ocp.StandardCheckpointer() as checkpointer:
-            for leaf in leaf_paths(source.config):
-                stored = _stored(source.read_leaf(leaf, DTYPES[dtype], quant))
-                checksums[leaf] = _checksum(*stored.values())
-                checkpointer.save(partial / "params" / leaf, stored)
-                checkpointer.wait_until_finished()
-                progress(leaf, sum(value.nbytes for value in stored.values()))
-                del stored
+            for leaf, info in leaf_paths(source.config).items():
+                checksums[leaf] = []
+                for number, part in enumerate(info.chunks(CHUNK_NUMBERS)):
+                    chunk = source.read_leaf(leaf, DTYPES[dtype], quant, part)
+                    stored = _stored(chunk)
+                    checksums[leaf].append(_checksum(*stored.values()))
+                    checkpointer.save(partial / "params" / leaf / str(number), stored)
+                    checkpointer.wait_until_finished()
+                    progress(leaf, sum(value.nbytes for value in stored.values()))
         for file in source.tokenizer_files:
             shutil.copyfile(source.directory / file, partial / file)
         sidecar = Sidecar(
@@ -161,6 +169,7 @@ def write_checkpoint(
             name,
             revision,
             checksums,
+            CHUNK_NUMBERS,
             source.tokenizer_files,
             quant,
         )
@@ -211,19 +220,36 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
 
 
-def _restore_leaf(directory: Path, leaf: str, shapes: Any) -> dict[str, Any]:
-    """What was saved of a leaf; damaged data makes Orbax raise anything."""
+def _restore_chunk(directory: Path, leaf: str, number: int, shapes: Any) -> dict[str, Any]:
+    """What was saved of a chunk; damaged data makes Orbax raise anything."""
     with ocp.StandardCheckpointer() as checkpointer:
-        path = (directory / "params" / leaf).resolve()
+        path = (directory / "params" / leaf / str(number)).resolve()
         return checkpointer.restore(path, _stored(shapes))
 
 
-def _placed(shapes: Any, places: Any) -> Any:
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        shapes,
-        places,
-    )
+def _host_chunks(
+    directory: Path, sidecar: Sidecar, leaf: str
+) -> Iterator[tuple[slice, dict[str, np.ndarray] | str]]:
+    """A leaf chunk by chunk: what was saved, or what is wrong with it."""
+    info, place = leaf_paths(sidecar.config)[leaf], leaf_places(sidecar.config, None)[leaf]
+    dtype, known = DTYPES[sidecar.dtype], sidecar.checksums.get(leaf, [])
+    parts = info.chunks(sidecar.chunk_numbers)
+    if len(parts) != len(known):
+        yield parts[0], f"{leaf} has {len(known)} checksums for {len(parts)} chunks"
+        return
+    for number, (part, checksum) in enumerate(zip(parts, known, strict=True)):
+        shapes = leaf_shapes(info.cut(part), dtype, sidecar.quant)
+        placed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
+        )
+        try:
+            stored = _restore_chunk(directory, leaf, number, placed)
+        except Exception as error:
+            yield part, f"{leaf} ({_first_line(error)})"
+            continue
+        values = {name: np.asarray(stored[name]) for name in _stored(shapes)}
+        right = _checksum(*values.values()) == checksum
+        yield part, values if right else leaf
 
 
 def verify_checkpoint(
@@ -232,19 +258,13 @@ def verify_checkpoint(
     """Reads every leaf back and compares its bytes with the sidecar's checksum."""
     _quiet_orbax()
     sidecar = read_sidecar(directory)
-    places = leaf_places(sidecar.config, None, quant=sidecar.quant)
     damaged = [f for f in sidecar.tokenizer_files if not (directory / f).is_file()]
-    for leaf, info in leaf_paths(sidecar.config).items():
-        shapes = leaf_shapes(info, DTYPES[sidecar.dtype], sidecar.quant)
-        try:
-            stored = _restore_leaf(directory, leaf, _placed(shapes, places[leaf]))
-            values = [np.asarray(stored[name]) for name in _stored(shapes)]
-        except Exception as error:
-            damaged.append(f"{leaf} ({_first_line(error)})")
-            continue
-        if _checksum(*values) != sidecar.checksums.get(leaf):
-            damaged.append(leaf)
-        progress(leaf, sum(value.nbytes for value in values))
+    for leaf in leaf_paths(sidecar.config):
+        for _, found in _host_chunks(directory, sidecar, leaf):
+            if isinstance(found, str):
+                damaged += [found] if found not in damaged else []
+            else:
+                progress(leaf, sum(value.nbytes for value in found.values()))
     if damaged:
         raise CheckpointError(
             f"{directory}: {', '.join(damaged)} differ from what was written: "
@@ -282,24 +302,57 @@ def read_params(
         )
     leaves = {}
     for leaf, info in leaf_paths(sidecar.config).items():
-        place = places[leaf]
         fresh = info.quantized(quant) and not info.quantized(sidecar.quant)
-        shapes = leaf_shapes(info, dtype, "none" if fresh else quant)
-        placed = _placed(shapes, place.values if fresh else place)
-        try:
-            stored = _restore_leaf(directory, leaf, placed)
-        except Exception as error:
-            raise CheckpointError(
-                f"{directory}: {leaf} cannot be restored ({_first_line(error)}): "
-                "convert the checkpoint again."
-            ) from None
-        if fresh:
-            leaves[leaf] = _quantize_there(stored["value"], info, place)
-        elif info.quantized(quant):
-            leaves[leaf] = shapes.replace(**stored)
-        else:
-            leaves[leaf] = stored["value"]
+        chunks = []
+        for number, part in enumerate(info.chunks(sidecar.chunk_numbers)):
+            shapes = leaf_shapes(info.cut(part), dtype, "none" if fresh else quant)
+            place = places[leaf].values if fresh else places[leaf]
+            try:
+                stored = _restore_chunk(directory, leaf, number, _placed(shapes, place))
+            except Exception as error:
+                raise CheckpointError(
+                    f"{directory}: {leaf} cannot be restored ({_first_line(error)}): "
+                    "convert the checkpoint again."
+                ) from None
+            if fresh:
+                chunks.append(_quantize_there(stored["value"], info, places[leaf]))
+            elif info.quantized(quant):
+                chunks.append(shapes.replace(**stored))
+            else:
+                chunks.append(stored["value"])
+        leaves[leaf] = _join(chunks, info, places[leaf])
     return params_from_leaves(sidecar.config, leaves)
+
+
+def _placed(shapes: Any, places: Any) -> Any:
+    """Shapes with the sharding of their whole, as far as it divides them."""
+
+    def put(x: jax.ShapeDtypeStruct, place: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=fitting(place, x.shape))
+
+    return jax.tree.map(put, shapes, places)
+
+
+def _join(chunks: list[Any], info: ParamInfo, place: Any) -> Any:
+    """The leaf of its chunks, where it belongs."""
+    if len(chunks) == 1:
+        return jax.device_put(chunks[0], place)
+
+    def concatenate(*parts):
+        axis = info.chunk_axis
+        if not isinstance(parts[0], QArray):
+            return jnp.concatenate(parts, axis)
+        values = jnp.concatenate([part.values for part in parts], axis)
+        # The scale lacks an axis, which is behind the one that is cut or is axis 0.
+        own = scale_axes(info.contracts, len(info.shape)).index(axis)
+        scale = jnp.concatenate([part.scale for part in parts], own)
+        return QArray(values, scale, parts[0].dynamic)
+
+    joined = jax.jit(concatenate, out_shardings=place)(*chunks)
+    jax.block_until_ready(joined)
+    for array in jax.tree.leaves(chunks):
+        array.delete()
+    return joined
 
 
 def export_checkpoint(
@@ -324,24 +377,22 @@ def export_checkpoint(
             f"{directory} has quant={sidecar.quant!r}: only weights as they were published "
             "can be exported (quant='none')."
         )
-    infos, dtype = leaf_paths(sidecar.config), DTYPES[sidecar.dtype]
-    places = leaf_places(sidecar.config, None)
 
     def read_leaf(leaf: str) -> np.ndarray:
-        shapes = _placed(leaf_shapes(infos[leaf], dtype, "none"), places[leaf])
-        try:
-            value = np.asarray(_restore_leaf(directory, leaf, shapes)["value"])
-        except Exception as error:
-            raise CheckpointError(
-                f"{directory}: {leaf} cannot be restored ({_first_line(error)})."
-            ) from None
-        if _checksum(value) != sidecar.checksums.get(leaf):
-            raise CheckpointError(f"{directory}: {leaf} differs from what was written.")
-        return value
+        info = leaf_paths(sidecar.config)[leaf]
+        whole = np.empty(info.shape, leaf_dtype(info, DTYPES[sidecar.dtype]))
+        for part, found in _host_chunks(directory, sidecar, leaf):
+            if isinstance(found, str):
+                raise CheckpointError(
+                    f"{directory}: {found} differs from what was written."
+                )
+            whole[(slice(None),) * info.chunk_axis + (part,)] = found["value"]
+        return whole
 
     with _new_directory(destination) as partial:
-        export_hf(
-            read_leaf, sidecar.config, sidecar.family, partial, dtype, progress=progress
+        export_leaves(
+            *(read_leaf, sidecar.config, sidecar.family, partial, DTYPES[sidecar.dtype]),
+            progress=progress,
         )
         for file in sidecar.tokenizer_files:
             shutil.copyfile(directory / file, partial / file)
@@ -350,8 +401,14 @@ def export_checkpoint(
 
 def _quantize_there(weight: jax.Array, info: ParamInfo, place: QArray) -> QArray:
     """Quantises where the weight lies; its memory is free when that is done."""
+    shapes = leaf_shapes(
+        dataclasses.replace(info, shape=weight.shape), weight.dtype, "int8"
+    )
+    where = jax.tree.map(
+        lambda x, p: fitting(p, x.shape), shapes.replace(dynamic=place.dynamic), place
+    )
     quantized = jax.jit(
-        lambda x: quantize(x, info.contracts, place.dynamic), out_shardings=place
+        lambda x: quantize(x, info.contracts, place.dynamic), out_shardings=where
     )(weight)
     jax.block_until_ready(quantized)
     weight.delete()
@@ -359,9 +416,17 @@ def _quantize_there(weight: jax.Array, info: ParamInfo, place: QArray) -> QArray
 
 
 def read_hf_params(
-    source: HFCheckpoint, dtype: Any, places: dict[str, Any], quant: str = "none"
+    source: HFCheckpoint,
+    dtype: Any,
+    places: dict[str, Any] | None = None,
+    quant: str = "none",
 ) -> Params:
-    """Reads a Hugging Face checkpoint in memory, leaf by leaf, as `read_params` does."""
+    """Reads a Hugging Face checkpoint in memory, leaf by leaf, as `read_params` does.
+
+    Onto the first device if `places` is None.
+    """
+    if places is None:
+        places = leaf_places(source.config, None, quant=quant)
     return params_from_leaves(
         source.config,
         {

@@ -265,6 +265,11 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", action="store_true", help="one JSON object a prompt")
     group.add_argument(
+        "--trace",
+        action="store_true",
+        help="with --json or --output: also when and by which rule each token was unmasked",
+    )
+    group.add_argument(
         "--output", type=Path, metavar="FILE", help="write JSON lines here (a new file)"
     )
     group.add_argument(
@@ -291,7 +296,8 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--trace-out",
         type=Path,
         metavar="FILE",
-        help="write a web page that plays the denoising (a new file)",
+        help="write a web page that plays the denoising (a new file); with --trace it "
+        "shows which rule unmasked each token",
     )
     group.add_argument(
         "--trace-png",
@@ -549,7 +555,9 @@ def _watch(
 
 
 def _make_plan(args: argparse.Namespace, settings: dict[str, Any]) -> Plan:
-    shared = {"seed": args.seed, "preset": args.preset, **settings}
+    if args.trace and not (args.json or args.output or args.trace_out):
+        raise ValueError("trace=True needs --json or --output, or --trace-out.")
+    shared = {"seed": args.seed, "preset": args.preset, "trace": args.trace, **settings}
     generation = {
         "max_new_tokens": args.max_new_tokens,
         "stop": args.stop,

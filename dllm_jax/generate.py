@@ -58,6 +58,7 @@ class Output:
     stats: Stats
     confidence: list[float]  # of each token, when it was unmasked; 1 if it was given
     unmask_forward: list[int]  # which of the row's denoising forwards unmasked it; -1 ..
+    trace: list[dict[str, Any]] | None = None  # one record a slot, if asked for
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict with exactly these fields."""
@@ -76,6 +77,7 @@ class Plan:
     stop_ids: tuple[int, ...]
     chat: bool | None
     marker: str | None = None  # of holes, for infilling; max_new_tokens then is 0
+    trace: bool = False
 
     def describe(self) -> dict[str, Any]:
         """The resolved settings, for printing."""
@@ -101,6 +103,7 @@ def plan(
     chat: bool | None = None,
     preset: str | None = None,
     steps: int | None = None,
+    trace: bool = False,
     **settings: Any,
 ) -> Plan:
     """Checks a request against a model's config. Arguments as `generate`."""
@@ -136,8 +139,11 @@ def plan(
             f"{stop_ids=} must be a list of ids in [0, {config.vocab_size}), without the "
             "mask id."
         )
+    if not isinstance(trace, bool):
+        raise ValueError(f"{trace=} must be True or False.")
     seed = seeds if isinstance(seed, list | tuple) else seed
-    return Plan(method, resolved, max_new_tokens, seed, stops, tuple(ids), chat)
+    ids = tuple(ids)
+    return Plan(method, resolved, max_new_tokens, seed, stops, ids, chat, trace=trace)
 
 
 def plan_infill(
@@ -491,7 +497,27 @@ class Run:
             ),
             confidence=confidence.tolist(),
             unmask_forward=unmask_forward.tolist(),
+            trace=self._trace(row) if request.trace else None,
         )
+
+    def _trace(self, row: int) -> list[dict[str, Any]]:
+        """What was unmasked, in order of slots; JSON-ready."""
+        names = self._request.decoder.rules(self._request.settings)
+        state, model = self.seen, self._model
+        arrays = (state.canvas, state.unmask_forward, state.confidence, state.rule)
+        token, forward, confidence, rule = (np.asarray(x[row]).tolist() for x in arrays)
+        slots = [s for s in range(int(state.end[row])) if forward[s] != UNDECIDED]
+        return [
+            {
+                "slot": slot,
+                "token": token[slot],
+                "text": model.tokenizer.decode([token[slot]]) if model.tokenizer else "",
+                "forward": forward[slot],
+                "confidence": confidence[slot],
+                "rule": names[rule[slot]],
+            }
+            for slot in slots
+        ]
 
 
 def buckets_of(rows: Sequence[Row]) -> tuple[int, int]:
@@ -582,6 +608,7 @@ def generate(
     steps: int | None = None,
     batch_size: int | None = None,
     draft_model: Model | None = None,
+    trace: bool = False,
     **settings: Any,
 ) -> list[Output]:
     """Decodes a batch of prompts; row i does not depend on the other rows.
@@ -604,6 +631,9 @@ def generate(
         `denoising_steps`, which counts per block.
       batch_size: rows decoded at once; all of them if None.
       draft_model: the model that drafts, for decoders that need one (`simsd`).
+      trace: whether each `Output.trace` tells, for every slot that was unmasked (those
+        behind the end too): slot, token, text, forward, confidence, and the name of the
+        decoder's rule that chose it.
       **settings: the decoder's settings, by name or alias.
 
     Returns:
@@ -622,6 +652,7 @@ def generate(
         chat=chat,
         preset=preset,
         steps=steps,
+        trace=trace,
         **settings,
     )
     return _run_checked(model, request, prompts, batch_size, draft_model)
@@ -636,6 +667,7 @@ def infill(
     seed: int | Sequence[int] = 0,
     preset: str | None = None,
     batch_size: int | None = None,
+    trace: bool = False,
     **settings: Any,
 ) -> list[Output]:
     """Fills the holes of texts in place; every hole sees the text on both sides.
@@ -653,6 +685,7 @@ def infill(
       seed: as `generate`.
       preset: as `generate`.
       batch_size: rows decoded at once; all of them if None.
+      trace: as `generate`.
       **settings: the decoder's settings, by name or alias.
 
     Returns:
@@ -661,9 +694,8 @@ def infill(
     Raises:
       ValueError: for a wrong setting or prompt, in one line.
     """
-    request = plan_infill(
-        model.config, decoder, marker=marker, seed=seed, preset=preset, **settings
-    )
+    given = {"marker": marker, "seed": seed, "preset": preset, "trace": trace}
+    request = plan_infill(model.config, decoder, **given, **settings)
     return _run_checked(model, request, prompts, batch_size)
 
 

@@ -5,6 +5,7 @@ No torch, and none of the checkpoint's own Python code: families are data
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from safetensors.numpy import save_file
 
 from dllm_jax.config import Family, ModelConfig
 from dllm_jax.models import FAMILIES, resolve_family
-from dllm_jax.params import leaf_dtype, leaf_paths, leaf_shapes
+from dllm_jax.params import Params, get_leaf, leaf_dtype, leaf_paths, leaf_shapes
 from dllm_jax.quantize import QArray, quantize
 
 _DTYPES = {
@@ -359,39 +360,64 @@ class HFCheckpoint:
         with safe_open(self.tensors[name].file, framework="numpy") as file:
             return file.get_tensor(name)
 
-    def read_leaf(self, leaf: str, dtype: np.dtype, quant: str = "none") -> Any:
+    def read_leaf(
+        self, leaf: str, dtype: np.dtype, quant: str = "none", part: slice | None = None
+    ) -> Any:
         """One leaf of our tree, stacked and transposed, in `dtype` or a `QArray`.
 
         Only one source tensor is held besides the leaf.
 
+        Args:
+          leaf: its dotted path.
+          dtype: of what is not quantised.
+          quant: one of `quantize.QUANTS`.
+          part: of the leaf, along its `chunk_axis`; all of it if None.
+
         Raises:
           CheckpointError: if a value is not finite, before or after the cast.
         """
-        info = leaf_paths(self.config)[leaf]
+        whole = leaf_paths(self.config)[leaf]
+        part = part or slice(0, whole.shape[whole.chunk_axis])
+        info = whole.cut(part)
         shapes = leaf_shapes(info, dtype, quant)
         out = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
-        for name, source in self.sources.items():
-            for part in (part for part in source.parts if part.leaf == leaf):
-                if not isinstance(out, QArray):
-                    self._read_part(name, part, out[part.index])
+        pieces = (
+            (name, piece)
+            for name, source in self.sources.items()
+            for piece in source.parts
+            if piece.leaf == leaf
+        )
+        for name, piece in pieces:
+            index, within = piece.index, part
+            if index:  # a matrix of a stack
+                if not part.start <= index[0] < part.stop:
                     continue
-                shape = info.shape[len(part.index) :]
-                weight = np.empty(shape, leaf_dtype(info, dtype))
-                self._read_part(name, part, weight)
-                axis = info.contracts % len(info.shape) - len(part.index)
-                one = quantize(weight, axis)
-                out.values[part.index], out.scale[part.index] = one.values, one.scale
+                index, within = (index[0] - part.start, *index[1:]), None
+            if not isinstance(out, QArray):
+                self._read_piece(name, piece, out[index], within)
+                continue
+            weight = np.empty(info.shape[len(index) :], leaf_dtype(info, dtype))
+            self._read_piece(name, piece, weight, within)
+            axis = info.contracts % len(info.shape) - len(index)
+            one = quantize(weight, axis)
+            out.values[index], out.scale[index] = one.values, one.scale
         return out
 
-    def _read_part(self, name: str, part: Part, target: np.ndarray) -> None:
+    def _read_piece(
+        self, name: str, piece: Part, target: np.ndarray, within: slice | None
+    ) -> None:
+        """What a tensor has of a leaf, or of it what is `within` its first rows."""
+        rows = piece.rows
+        if within is not None:
+            rows = slice(rows.start + within.start, rows.start + within.stop)
         try:
             with safe_open(self.tensors[name].file, framework="numpy") as file:
-                value = file.get_slice(name)[part.rows]
+                value = file.get_slice(name)[rows]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"reading {name} from {self.tensors[name].file.name} failed: {error}."
             ) from None
-        value = value.T if part.transpose else value
+        value = value.T if piece.transpose else value
         with np.errstate(over="ignore"):
             target[...] = value.astype(target.dtype)
         bad = target.size - int(np.isfinite(target).sum())
@@ -454,7 +480,7 @@ SHARD_BYTES = 1_000_000_000
 """Most bytes of a file of an exported checkpoint, unless one tensor is larger."""
 
 
-def export_hf(
+def export_leaves(
     read_leaf: Callable[[str], Any],
     config: ModelConfig,
     family: str,
@@ -523,6 +549,17 @@ def export_hf(
         (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     text = json.dumps(hf_config(config, FAMILIES[family]), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def export_hf(
+    params: Params,
+    config: ModelConfig,
+    family: str,
+    directory: Path,
+    dtype: Any = ml_dtypes.bfloat16,
+) -> None:
+    """`export_leaves` of parameters in memory."""
+    export_leaves(functools.partial(get_leaf, params), config, family, directory, dtype)
 
 
 def _groups_of_tensors(sources: Mapping[str, Source]) -> list[list[str]]:

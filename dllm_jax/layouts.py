@@ -238,42 +238,52 @@ def separate_states(
     return _fields(position, time, time, time + 1, valid)
 
 
-def superposition(
-    original: jax.Array,
-    appended: jax.Array,
-    original_shown: jax.Array,
-    appended_shown: jax.Array,
+def appended(
+    position: jax.Array,
     start: jax.Array,
-    original_valid: jax.Array | None = None,
-    appended_valid: jax.Array | None = None,
+    shown: jax.Array,
+    valid: jax.Array,
+    moment: jax.Array | int = 0,
+    until: jax.Array | int = FOREVER,
+    since: jax.Array | int = 0,
 ) -> TokenFields:
-    """[canvas | candidates and mask copies], of which the canvas sees nothing (LEAP 1.2).
+    """Candidates and mask copies that look at a row from behind it (LEAP 1.2).
 
-    What is appended sees the canvas and the rest of what is appended, as far as they are
-    shown to it, but never another token of its own slot.
+    They see the row and each other, as far as those are shown, but never another token of
+    their own position. Where logits are shifted, what predicts a slot stands before it and
+    must not see the slot's candidates either: it looks at the slot's own moment, at which
+    they are hidden: shown in two copies, one until it and one since the next.
 
     Args:
-      original: int32 `[B, T]`, positions of the canvas.
-      appended: int32 `[B, U]`, positions of what is appended.
-      original_shown: bool `[B, T]`, whether the appended tokens see it.
-      appended_shown: bool `[B, U]`, whether other appended tokens see it.
-      start: int32 `[B, 1]`, a moment at which all cached keys are visible.
-      original_valid: bool `[B, T]`, False for padding.
-      appended_valid: bool `[B, U]`, False for padding.
+      position: int32 `[B, U]`.
+      start: int32 `[B, 1]`, when the row's last block looks; everything cached is visible.
+      shown: bool `[B, U]`, whether other appended tokens see it.
+      valid: bool `[B, U]`, False for padding.
+      moment: int32 `[B, U]`, when it looks; -1 is when the row does, before it sees
+        anything appended.
+      until: int32 `[B, U]`, first moment at which it is hidden.
+      since: int32 `[B, U]`, first moment at which it is shown.
     """
-    first = jnp.broadcast_to(start, original.shape)
-    second = jnp.broadcast_to(start + 1, appended.shape)
-    until = jnp.where(original_shown, FOREVER, first + 1)
-    valid = None
-    if original_valid is not None or appended_valid is not None:
-        halves = ((original_valid, original), (appended_valid, appended))
-        valid = jnp.concatenate(
-            [jnp.ones(p.shape, bool) if v is None else v for v, p in halves], axis=1
-        )
+    first = start + 1
     return _fields(
-        jnp.concatenate([original, appended], axis=1),
-        jnp.concatenate([first, second], axis=1),
-        jnp.concatenate([first, jnp.where(appended_shown, second, NEVER)], axis=1),
-        jnp.concatenate([until, jnp.full_like(second, FOREVER)], axis=1),
+        position,
+        first + moment,
+        jnp.where(shown, first + since, NEVER),
+        # Moments are few: FOREVER must not overflow.
+        jnp.where(jnp.asarray(until) == FOREVER, FOREVER, first + until),
         valid,
     )
+
+
+def superposition(
+    original: TokenFields, behind: TokenFields, hidden: jax.Array
+) -> TokenFields:
+    """[row | what is appended], of which the row sees nothing (LEAP 1.2).
+
+    Args:
+      original: `[B, T]` each, of the row.
+      behind: `[B, U]` each, from `appended`.
+      hidden: bool `[B, T]`, tokens of the row that the appended do not see.
+    """
+    expired = jnp.where(hidden, original.time + 1, original.visible_until)
+    return join(original._replace(visible_until=expired), behind)

@@ -75,6 +75,27 @@ class ParamInfo:
         """Whether the leaf is a `QArray` in a model of this `quantize.QUANTS`."""
         return quant != "none" and self.contracts is not None
 
+    @property
+    def chunk_axis(self) -> int:
+        """Along which axis the leaf may be cut: not one that a scale is taken over."""
+        return 1 if self.contracts == 0 else 0
+
+    def chunks(self, most_numbers: int) -> list[slice]:
+        """Pieces along `chunk_axis` of at most so many numbers, or of one index each.
+
+        Long ones are whole multiples of 256, so that devices can divide them too.
+        """
+        length = self.shape[self.chunk_axis]
+        each = max(most_numbers * length // max(math.prod(self.shape), 1), 1)
+        each = each // 256 * 256 or each
+        return [slice(i, min(i + each, length)) for i in range(0, length, each)]
+
+    def cut(self, part: slice) -> "ParamInfo":
+        """The leaf as a chunk of it looks."""
+        shape = list(self.shape)
+        shape[self.chunk_axis] = part.stop - part.start
+        return dataclasses.replace(self, shape=tuple(shape))
+
 
 def _abstract_stack(config: ModelConfig, layers: int, dense: bool) -> LayerParams:
     embed, moe = config.embed_dim, None if dense else config.moe

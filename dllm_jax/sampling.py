@@ -106,6 +106,38 @@ def propose(
     return Proposal(token, jnp.exp(chosen - log_normaliser), entropy)
 
 
+def top_tokens(logits: jax.Array, mask_id: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """The most probable tokens of every slot but the mask token, best first.
+
+    One pass over the vocabulary a token: a sort of it would cost more than a few.
+
+    Args:
+      logits: float32 `[B, T, V]`.
+      mask_id: static; it keeps its share of the probability.
+      count: static, how many; a few.
+
+    Returns:
+      Tokens int32 and probabilities float32, `[B, T, count]` each.
+    """
+    chex.assert_type(logits, jnp.float32)
+    column = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    share = jnp.exp(logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    share = jnp.where(column == mask_id, -1.0, share)
+    tokens, shares = [], []
+    for _ in range(count):
+        token = jnp.argmax(share, axis=-1).astype(jnp.int32)
+        tokens.append(token)
+        shares.append(jnp.max(share, axis=-1))
+        share = jnp.where(column == token[..., None], -1.0, share)
+    return jnp.stack(tokens, axis=-1), jnp.maximum(jnp.stack(shares, axis=-1), 0.0)
+
+
+def margin(logits: jax.Array, mask_id: int) -> jax.Array:
+    """Lead of the most probable token over the second: float32 `[B, T]`."""
+    _, probability = top_tokens(logits, mask_id, 2)
+    return probability[..., 0] - probability[..., 1]
+
+
 def distribution(
     logits: jax.Array,
     knobs: SamplingKnobs,

@@ -137,6 +137,19 @@ def param_shardings(
     return params_from_leaves(config, leaves)
 
 
+def fitting(place: Any, shape: Sequence[int]) -> Any:
+    """A sharding for a part of an array: as the whole's, on axes that it divides evenly."""
+    if not isinstance(place, NamedSharding):
+        return place
+    sizes = dict(place.mesh.shape)
+    spec = (*place.spec, *[None] * (len(shape) - len(place.spec)))
+    split = (
+        axis if axis is None or size % sizes[axis] == 0 else None
+        for axis, size in zip(spec, shape, strict=True)
+    )
+    return NamedSharding(place.mesh, PartitionSpec(*split))
+
+
 def leaf_places(
     config: ModelConfig,
     mesh: Mesh | None,

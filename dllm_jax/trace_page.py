@@ -31,13 +31,16 @@ def make_cells(
     Args:
       output: of `generate` or `infill`.
       tokenizer: the model's; ids are shown if there is none.
-      labels: what decided each token, if known.
+      labels: what decided each token; the rules of the output's trace if it has one.
     """
     if tokenizer is None:
         texts = [f"{token} " for token in output.tokens]
     else:
         texts = token_pieces(tokenizer, output.tokens)
-    labels = [""] * len(texts) if labels is None else labels
+    if labels is None:
+        # Records are of unmasked slots, in their order, as the output's tokens are.
+        rules = iter([record["rule"] for record in output.trace or ()])
+        labels = [next(rules, "") if n >= 0 else "" for n in output.unmask_forward]
     columns = (texts, output.unmask_forward, output.confidence, labels)
     return [Cell(*values) for values in zip(*columns, strict=True)]
 

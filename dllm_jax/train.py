@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from dllm_jax.hf import export_hf
-from dllm_jax.params import get_leaf
 from dllm_jax.training.demo import RECIPES
 from dllm_jax.training.trainer import train
 from dllm_jax.training.vocabulary import save_tokenizer, train_tokenizer
@@ -41,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     output = args.output or args.checkpoints / f"{args.model}-hf"
     config = recipe.config(tokenizer.get_vocab_size())
-    export_hf(lambda leaf: get_leaf(params, leaf), config, recipe.family, output)
+    export_hf(params, config, recipe.family, output)
     save_tokenizer(tokenizer, output)
     print(f"wrote {output}", file=sys.stderr)
     return 0

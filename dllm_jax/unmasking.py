@@ -124,7 +124,12 @@ def above_threshold(
     return jnp.where(enough[:, None], high, otherwise)
 
 
-def best_and(passing: jax.Array, score: jax.Array, masked: jax.Array) -> jax.Array:
+def best_and(
+    passing: jax.Array,
+    score: jax.Array,
+    masked: jax.Array,
+    needed: jax.Array | bool = True,
+) -> jax.Array:
     """The masked slots that pass a test, and the best one whether it passes or not.
 
     The rule of Fast-dLLM's threshold and of dParallel's entropy threshold.
@@ -133,8 +138,9 @@ def best_and(passing: jax.Array, score: jax.Array, masked: jax.Array) -> jax.Arr
       passing: bool `[B, T]`.
       score: float32 `[B, T]`, higher is better.
       masked: bool `[B, T]`.
+      needed: bool `[B, 1]`, False for rows that may choose nothing.
     """
-    return masked & (passing | (rank(score, masked) == 0))
+    return masked & (passing | ((rank(score, masked) == 0) & needed))
 
 
 def best_of_runs(score: jax.Array, masked: jax.Array) -> jax.Array:
@@ -180,17 +186,39 @@ def confident_together(
 def entropy_bounded(entropy: jax.Array, masked: jax.Array, bound: jax.Array) -> jax.Array:
     """The masked slots of lowest entropy whose entropies add up to less than `bound`.
 
-    At least one. The rule of the EB-Sampler and of JetEngine (specs, SDAR 1.1).
+    At least one. JetEngine's form of the EB-Sampler's rule (specs, SDAR 1.1), which
+    itself is `jointly_certain`.
 
     Args:
       entropy: float32 `[B, T]`, nats.
       masked: bool `[B, T]`.
       bound: float32 scalar, nats.
     """
+    place, before = _entropy_before(entropy, masked)
+    return masked & ((before + entropy < bound) | (place == 0))
+
+
+def jointly_certain(entropy: jax.Array, masked: jax.Array, bound: jax.Array) -> jax.Array:
+    """The most masked slots whose entropies without the largest sum to at most `bound`.
+
+    That sum bounds what the joint distribution loses when slots are drawn one by one; of
+    a single slot it is 0, so one is always chosen, and at 0 only slots that are certain
+    join it. The rule of the EB-Sampler (arXiv 2505.24857; specs, LEAP and KLASS 5.3).
+
+    Args:
+      entropy: float32 `[B, T]`, nats.
+      masked: bool `[B, T]`.
+      bound: float32 scalar, nats.
+    """
+    place, before = _entropy_before(entropy, masked)
+    return masked & ((before <= bound) | (place == 0))
+
+
+def _entropy_before(entropy, masked) -> tuple[jax.Array, jax.Array]:
+    """Each slot's place by entropy, and the sum of the entropies before it."""
     place = rank(-entropy, masked)
-    up_to = (place[:, None, :] <= place[:, :, None]) & masked[:, None, :]
-    total = jnp.sum(jnp.where(up_to, entropy[:, None, :], 0.0), axis=-1)
-    return masked & ((total < bound) | (place == 0))
+    before = (place[:, None, :] < place[:, :, None]) & masked[:, None, :]
+    return place, jnp.sum(jnp.where(before, entropy[:, None, :], 0.0), axis=-1)
 
 
 def entropy_bounded_script(

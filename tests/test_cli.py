@@ -39,15 +39,17 @@ def test_prints_the_text_and_reports_on_stderr(capsys):
 
 def test_json_has_exactly_the_fields_of_the_api(capsys):
     argv = ("--json", "--quiet", "--prompt", PROMPT, "--prompt", "Ana has 3 pens.")
-    code, out, err = run(capsys, *argv)
+    code, out, err = run(capsys, *argv, "--trace")
     assert (code, err) == (0, "")
     lines = [json.loads(line) for line in out.splitlines()]
-    expected = dllm_jax.generate(dllm_jax.load("demo"), [PROMPT, "Ana has 3 pens."])
+    prompts = [PROMPT, "Ana has 3 pens."]
+    expected = dllm_jax.generate(dllm_jax.load("demo"), prompts, trace=True)
     for line, output in zip(lines, expected, strict=True):
         wanted = output.to_dict()
         assert line.keys() == wanted.keys()
         assert line["stats"].keys() == wanted["stats"].keys()
         assert line["tokens"] == wanted["tokens"]
+        assert line["trace"] == wanted["trace"]
 
 
 def test_stream_prints_the_same_text(capsys):
@@ -103,6 +105,7 @@ def test_prompt_file_and_ids(capsys, tmp_path):
         (["--preset", "best"], ["preset='best'", "sdar-static"]),
         (["--output", "no-such-dir/out.jsonl"], ["no-such-dir"]),
         (["--json", "--stream"], ["stream"]),
+        (["--trace"], ["trace=True", "--json or --output"]),
         (["--compile-cache", "/dev/null/x"], ["compile_cache="]),
     ],
 )

@@ -35,6 +35,9 @@ STRATEGIES = {
     "low_entropy": {"denoising_steps": 4},
     "entropy": {"denoising_steps": 4},
     "hierarchy": {"threshold": 0.6, "low_threshold": 0.3},
+    "entropy_bounded": {"eb_threshold": 2.0},
+    "eb_sampler": {"eb_threshold": 1.0},
+    "margin": {"margin_threshold": 0.4},
 }
 ALL = [
     *(("same", "none", name) for name in STRATEGIES),
@@ -61,7 +64,7 @@ def quota(step: int, steps: int, size: int) -> int:
     return size // steps + (step < size % steps)
 
 
-def chosen_slots(strategy, settings, slots, step, size, confidence, entropy):
+def chosen_slots(strategy, settings, slots, step, size, confidence, entropy, lead):
     """The slots that a step unmasks, of the masked `slots`, in the words of the specs."""
     ranked = sorted(slots, key=lambda p: (-confidence[p], p))
     surest = sorted(slots, key=lambda p: (entropy[p], p))
@@ -91,6 +94,14 @@ def chosen_slots(strategy, settings, slots, step, size, confidence, entropy):
         passing = {s for s in slots if confidence[s] > settings.threshold}
         passing |= {s for s in leads if confidence[s] > settings.low_threshold}
         return passing | {ranked[0]}
+    if strategy in ("entropy_bounded", "eb_sampler"):
+        sums = np.cumsum([entropy[s] for s in surest])
+        if strategy == "entropy_bounded":
+            return set(surest[: max(np.sum(sums < settings.eb_threshold), 1)])
+        return set(surest[: 1 + np.sum(sums[:-1] <= settings.eb_threshold)])
+    if strategy == "margin":
+        passing = {s for s in slots if lead[s] >= settings.margin_threshold}
+        return passing | {max(slots, key=lambda s: (lead[s], -s))}
     if strategy == "low_confidence":
         return set(ranked[: quota(step, steps, size)])
     if strategy == "low_entropy":
@@ -138,6 +149,8 @@ def oracle(config, settings, prompt, max_new_tokens, stop_ids):
             entropy = -np.sum(p * np.log(p), axis=-1)
             token = p[:, :MASK].argmax(axis=-1)
             confidence = p[position, token]
+            second, first_choice = np.sort(p[:, :MASK], axis=-1)[:, -2:].T
+            lead = first_choice - second
             slots = [s for s in range(cursor, block_end) if canvas[s] == MASK]
             number = step
             if step == 0 and shifted and settings.cache != "none":
@@ -148,7 +161,7 @@ def oracle(config, settings, prompt, max_new_tokens, stop_ids):
                 chosen = set(ranked[:count])
             else:
                 chosen = chosen_slots(
-                    strategy, settings, slots, step, size, confidence, entropy
+                    strategy, settings, slots, step, size, confidence, entropy, lead
                 )
             for slot in chosen:
                 canvas[slot], when[slot] = token[slot], forwards
@@ -281,6 +294,8 @@ def test_what_is_not_given():
         (SAME, {"factor": 1.0, "threshold": 0.5}, ["threshold=0.5", "'factor'"]),
         (SAME, {"factor": -1.0}, ["factor=-1.0", "at least 0"]),
         (SAME, {"threshold": float("nan")}, ["threshold=nan"]),
+        (SAME, {"eb_threshold": 0.1}, ["eb_threshold=0.1", "eb_sampler"]),
+        (SAME, {"strategy": "margin", "threshold": 0.5}, ["threshold=0.5", "'margin'"]),
         (SAME, {"denoising_steps": 4}, ["denoising_steps=4", "low_confidence"]),
         (SAME, {"strategy": "entropy", "eps": 1.0}, ["eps=1.0", "[0, 1)"]),
         (

@@ -38,6 +38,22 @@ def test_output_fields(model, output):
     assert json.loads(json.dumps(output.to_dict())) == dataclasses.asdict(output)
 
 
+def test_trace_tells_what_was_unmasked_when_and_why(model, output):
+    [traced] = dllm_jax.generate(model, PROMPT, trace=True)
+    assert output.trace is None
+    assert dataclasses.replace(traced, trace=None, stats=output.stats) == output
+    assert json.loads(json.dumps(traced.to_dict()))["trace"] == traced.trace
+    returned = traced.trace[: len(output.tokens)]
+    begin = output.stats.prompt_tokens
+    assert [r["slot"] for r in returned] == [begin + i for i in range(len(returned))]
+    assert [r["token"] for r in returned] == output.tokens
+    assert [r["forward"] for r in returned] == output.unmask_forward
+    assert [r["confidence"] for r in returned] == output.confidence
+    assert {r["rule"] for r in traced.trace} == {"low_confidence_dynamic"}
+    with pytest.raises(ValueError, match="trace=1 must be True or False"):
+        dllm_jax.generate(model, PROMPT, trace=1)
+
+
 def test_length_is_a_finish_reason(model, output):
     short = dllm_jax.generate(model, PROMPT, max_new_tokens=5)[0]
     assert short.finish_reason == "length"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from convert.__main__ import main as convert
-from dllm_jax import generate, layouts, load
+from dllm_jax import checkpoint, generate, layouts, load
 from dllm_jax.quantize import QArray, dequantize, quantize
 
 _FAMILIES = ("sdar", "sdar_moe", "llada", "dream", "fast_dllm_v2", "llada2")
@@ -69,8 +69,16 @@ def test_tokens_agree(golden_dir):
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2"])
-def test_converted_or_quantised_at_load(golden_dir, tmp_path, capsys, family):
-    """The same numbers at conversion, at load from either kind, and on a mesh."""
+@pytest.mark.parametrize("chunk", [None, 3000])
+def test_converted_or_quantised_at_load(
+    golden_dir, tmp_path, capsys, family, chunk, monkeypatch
+):
+    """The same numbers at conversion, at load from either kind, and on a mesh.
+
+    Whether leaves are saved whole or in chunks.
+    """
+    if chunk:
+        monkeypatch.setattr(checkpoint, "CHUNK_NUMBERS", chunk)
     more = ["--mask-id", "253"] if family == "llada2" else []
     source = str(golden_dir / family)
     assert convert([source, str(tmp_path / "int8"), "--quant", "int8", *more]) == 0
@@ -94,6 +102,8 @@ def test_converted_or_quantised_at_load(golden_dir, tmp_path, capsys, family):
             assert np.mean(np.abs(one - other) > 0.5) < 1e-3
     assert len(models[3].params.layers.q.scale.sharding.device_set) == 2
     prompt = list(range(11))
+    chunks = list((tmp_path / "int8" / "params" / "head").iterdir())
+    assert (len(chunks) > 1) == bool(chunk)
     one, other = (
         generate(models[i], prompt, "block", max_new_tokens=12)[0].tokens for i in (0, 3)
     )

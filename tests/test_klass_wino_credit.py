@@ -89,6 +89,15 @@ def test_wino_takes_tokens_back(model):
     assert trusting.stats.forwards["total"] < out.stats.forwards["total"] <= 16
 
 
+@every_decoder
+def test_the_trace_names_the_rules(model, decoder):
+    [out] = generate(
+        model, prompts_of(5), decoder, max_new_tokens=14, trace=True, **GIVEN[decoder]
+    )
+    names = {"klass": {"stable", "quota"}, "wino": {"wide_in"}, "credit": {"credit"}}
+    assert {record["rule"] for record in out.trace} == names[decoder]
+
+
 def test_credit_off_is_the_threshold_rule(model):
     prompts = prompts_of(4, 11)
     request = {"max_new_tokens": 18, "block_length": 6, "cache": "dual", "threshold": 0.6}

@@ -189,16 +189,52 @@ def test_superposition(setting):
         or (setting == "future" and slot not in with_candidate)
         for kind, slot in items
     ]
-    original, appended = _row(np.arange(canvas), [slot for _, slot in items])
-    shown = [jnp.asarray([x]) for x in (original_shown, appended_shown)]
-    start = jnp.zeros((1, 1), jnp.int32)
-    fields = layouts.superposition(original, appended, *shown, start)
-    np.testing.assert_array_equal(_matrix(fields), np.array(expected))
-    padded = layouts.superposition(
-        original,
-        appended,
-        *shown,
-        start,
-        appended_valid=jnp.asarray([[True] * 5 + [False]]),
+    position, places = _row(np.arange(canvas), [slot for _, slot in items])
+    hidden, shown = ~jnp.asarray([original_shown]), jnp.asarray([appended_shown])
+    # Alone, and as a block behind cached ones, which all see.
+    for start, row in (
+        (0, layouts.bidirectional(position)),
+        (2, layouts.block_causal(position + 2 * canvas, canvas)),
+    ):
+        start = jnp.full((1, 1), start, jnp.int32)
+        valid = jnp.ones(places.shape, bool)
+        places = places + start * canvas
+        behind = layouts.appended(places, start, shown, valid)
+        found = _matrix(layouts.superposition(row, behind, hidden))
+        np.testing.assert_array_equal(found, np.array(expected))
+        cached = layouts.block_causal(*_row(np.arange(start[0, 0] * canvas)), canvas)
+        found = _matrix(layouts.superposition(row, behind, hidden), cached)
+        assert found[:, : start[0, 0] * canvas].all()
+        behind = layouts.appended(places, start, shown, valid.at[0, -1].set(False))
+        found = _matrix(layouts.superposition(row, behind, hidden))
+        assert not found[:-1, -1].any()
+
+
+def test_superposition_of_shifted_logits():
+    """What predicts slot i stands at i - 1 and sees every candidate but those of i."""
+    slots = np.arange(5)
+    items = [("R", i, i - 1, False) for i in slots[1:]]
+    items += [("C", i, i, late) for i in slots[1:] for late in (False, True)]
+    slot, place, late = (np.array([item[n] for item in items]) for n in (1, 2, 3))
+    is_candidate = np.array([kind == "C" for kind, *_ in items])
+    row = layouts.bidirectional(*_row(slots))
+    behind = layouts.appended(
+        *_row(place),
+        jnp.zeros((1, 1), jnp.int32),
+        jnp.asarray(is_candidate[None]),
+        jnp.ones((1, len(items)), bool),
+        moment=jnp.asarray(slot[None]),
+        until=jnp.asarray(np.where(is_candidate & ~late, slot, layouts.FOREVER)[None]),
+        since=jnp.asarray(np.where(late, slot + 1, 0)[None]),
     )
-    assert not _matrix(padded)[:-1, -1].any()
+    found = _matrix(layouts.superposition(row, behind, jnp.zeros((1, 5), bool)))
+    assert not found[:5, 5:].any()
+    for i in range(len(items)):
+        seen = {}
+        for j in np.flatnonzero(found[5 + i, 5:]):
+            if j != i:
+                assert is_candidate[j]
+                seen[slot[j]] = seen.get(slot[j], 0) + 1
+        others = set(slots[1:]) - {slot[i], place[i]}
+        assert seen == dict.fromkeys(others, 1)  # each once, its own and its place's never
+        assert set(np.flatnonzero(found[5 + i, :5])) == set(slots) - {place[i]}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from dllm_jax.sampling import SamplingKnobs, filter_logits, propose
+from dllm_jax.sampling import SamplingKnobs, filter_logits, margin, propose, top_tokens
 
 _quick = settings(max_examples=50, deadline=None, derandomize=True)
 _VOCAB = 7
@@ -65,6 +65,22 @@ def test_greedy_proposals(logits, mask_id):
         # Below 1e-37 float32 may flush to zero.
         np.testing.assert_allclose(confidence[at], probability[best], rtol=1e-5, atol=1e-37)
         np.testing.assert_allclose(entropy[at], _entropy(probability), atol=1e-5)
+
+
+def test_top_tokens_are_the_best_in_order_of_index_where_tied():
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-2, 3, (3, 5, 9)).astype(np.float32)  # many ties
+    tokens, probability = top_tokens(jnp.asarray(logits), 4, 3)
+    p = np.apply_along_axis(_softmax, -1, logits)
+    allowed = np.where(np.arange(9) == 4, -np.inf, logits)
+    order = np.argsort(-allowed, axis=-1, kind="stable")[..., :3]
+    np.testing.assert_array_equal(tokens, order)
+    expected = np.take_along_axis(p, order, axis=-1)
+    np.testing.assert_allclose(probability, expected, rtol=1e-5)
+    lead = margin(jnp.asarray(logits), 4)
+    np.testing.assert_allclose(lead, expected[..., 0] - expected[..., 1], atol=1e-6)
+    certain = jnp.where(jnp.arange(9) == 7, 0.0, -jnp.inf)[None, None]
+    np.testing.assert_array_equal(margin(certain, 4), [[1.0]])
 
 
 def test_confidence_just_below_a_threshold_stays_below():

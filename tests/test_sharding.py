@@ -56,6 +56,8 @@ DECODERS = [
     ("klass", BIDIRECTIONAL, {"block_length": 8}),
     ("wino", BIDIRECTIONAL, {"block_length": 8, "threshold": 0.3}),
     ("credit", BIDIRECTIONAL, {"block_length": 8}),
+    ("leap", SHIFTED, {"block_length": 8, "tau": 0.3}),
+    ("leap", CONFIG, {"block_length": 8, "tau": 0.3}),
     ("fast_dllm_v2", FAST_V2, {}),
 ]
 

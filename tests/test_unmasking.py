@@ -19,6 +19,7 @@ _top_count = jax.jit(unmasking.top_count)
 _leftmost = jax.jit(unmasking.leftmost)
 _above_threshold = jax.jit(unmasking.above_threshold)
 _entropy_bounded = jax.jit(unmasking.entropy_bounded)
+_jointly_certain = jax.jit(unmasking.jointly_certain)
 _entropy_bounded_script = jax.jit(unmasking.entropy_bounded_script)
 
 
@@ -180,6 +181,23 @@ def test_entropy_bounded(block, bound):
 
 
 @_quick
+@given(_blocks(_ENTROPIES), st.sampled_from([0.0, 0.125, 0.35, 1.0, 2.25, 100.0]))
+def test_jointly_certain(block, bound):
+    masked, entropy, _ = block
+    expected = []
+    for row, is_masked in zip(entropy, masked, strict=True):
+        order = _best(-row, is_masked, len(row))
+        passing = [
+            n
+            for n in range(1, len(order) + 1)
+            if sum(map(float, row[order[:n]])) - float(max(row[order[:n]])) <= bound
+        ]
+        expected.append(order[: max(passing, default=0)])
+    found = np.asarray(_jointly_certain(entropy, masked, np.float32(bound)))
+    np.testing.assert_array_equal(found, _pick(masked.shape, expected))
+
+
+@_quick
 @given(_blocks(_PROBABILITIES), st.sampled_from([0.0, 0.35, 1.0, 2.0, 5.0, 100.0]))
 def test_entropy_bounded_script(block, bound):
     masked, confidence, _ = block
@@ -253,6 +271,9 @@ _RULES = {
     "static": _top_count,
     "dynamic": _dynamic,
     "entropy_bounded": lambda p, masked, count: _entropy_bounded(
+        -np.log(np.maximum(p, 1e-6)), masked, np.float32(0.35)
+    ),
+    "jointly_certain": lambda p, masked, count: _jointly_certain(
         -np.log(np.maximum(p, 1e-6)), masked, np.float32(0.35)
     ),
     "entropy_bounded_script": lambda p, masked, count: _entropy_bounded_script(

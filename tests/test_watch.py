@@ -1,5 +1,6 @@
 """Seeing it denoise: the canvas in a terminal, the page that plays it, the pictures."""
 
+import dataclasses
 import html.parser
 import io
 import json
@@ -245,6 +246,18 @@ def test_a_page_escapes_and_shows_labels():
 def test_cells_without_a_tokenizer_are_ids():
     cells = make_cells(fake_output([5, 7], [-1, 1], [1.0, 0.5]), labels=["", "x"])
     assert cells == [Cell("5 ", -1, 1.0), Cell("7 ", 1, 0.5, "x")]
+
+
+def test_cells_have_the_rules_of_a_trace(model):
+    [out] = dllm_jax.generate(model, PROMPT, max_new_tokens=48, trace=True)
+    cells = make_cells(out, model.tokenizer)
+    by_slot = {record["slot"]: record for record in out.trace}
+    for index, cell in enumerate(cells):
+        record = by_slot[out.stats.prompt_tokens + index]
+        assert (cell.label, cell.forward) == (record["rule"], record["forward"])
+    assert {cell.label for cell in cells} == {"low_confidence_dynamic"}
+    given = dataclasses.replace(fake_output([5, 7], [-1, 1], [1.0, 0.5]), trace=out.trace)
+    assert [cell.label for cell in make_cells(given)] == ["", out.trace[0]["rule"]]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

@@ -111,6 +111,7 @@ class DecodeState:
     forwards: Forwards
     confidence: Any  # [B, C] float32, of each token when it was unmasked
     unmask_forward: Any  # [B, C] int32, number of the forward that unmasked it, from 0
+    rule: Any  # [B, C] int32, which of `Decoder.rules` unmasked it
 
 
 def setting(
@@ -190,6 +191,11 @@ def two_a_slot(settings: Any, slots: int) -> int:
     return 2 * slots
 
 
+def one_rule(settings: Any) -> tuple[str, ...]:
+    """The strategy, for decoders that unmask by one rule."""
+    return (getattr(settings, "remasking_strategy", "confidence"),)
+
+
 class Decoder(NamedTuple):
     """A decoding method: pure functions over a batch's state."""
 
@@ -211,6 +217,8 @@ class Decoder(NamedTuple):
     drafts: bool = False
     # (settings, state, row) -> what else its statistics are, JSON-ready
     report: Callable[[Any, Any, int], dict[str, Any]] = lambda settings, state, row: {}
+    # settings -> names of the rules by which it unmasks, `DecodeState.rule` counts them
+    rules: Callable[[Any], tuple[str, ...]] = one_rule
 
 
 DECODERS: dict[str, Decoder] = {}

@@ -119,7 +119,11 @@ def predict(config: ModelConfig, hidden: jax.Array, index: jax.Array) -> jax.Arr
 
 
 def look(
-    fns: ModelFns, kind: str, state: DecodeState, window: Window
+    fns: ModelFns,
+    kind: str,
+    state: DecodeState,
+    window: Window,
+    appended: canvas.Appended | None = None,
 ) -> tuple[jax.Array, DecodeState]:
     """Hidden states that predict the window's slots, from one forward of the batch.
 
@@ -132,16 +136,34 @@ def look(
       kind: static, one of `CACHES`.
       state: before the step; its `step` is 0 where a block is opened.
       window: the open block.
+      appended: U tokens behind the row, or None. They are never kept.
 
     Returns:
-      `[B, W, D]`, and the state with its cache and `forwards.positions` brought up.
+      `[B, W, D]`, or `[B, W + U, D]` with those of what is appended, and the state with
+      its cache and `forwards.positions` brought up.
     """
-    active = ~state.done
+    active, slots = ~state.done, state.canvas.shape[1]
+    extra = 0
+    if appended is not None:
+        extra = jnp.sum(appended.valid, axis=-1, dtype=jnp.int32)
+
+    def run_row(position, valid, cache, wanted):
+        """What predicts the window, what is appended, and fresh keys of the row."""
+        width = position.shape[1]
+        fields = layouts.bidirectional(position, valid)
+        tokens, fields = canvas.row_of(state, position, fields, appended)
+        out = fns.forward(tokens, fields, cache)
+        hidden = _gather(out.hidden, jnp.minimum(wanted, width - 1))
+        hidden = jnp.concatenate([hidden, out.hidden[:, width:]], axis=1)
+        return hidden, out.k[..., :width, :], out.v[..., :width, :]
+
     if kind == "none":
-        hidden = run_canvas(fns, state.canvas, state.end)
-        hidden = predict(fns.config, hidden, window.index)
-        return hidden, _count(state, jnp.where(active, state.end, 0))
-    slots = state.canvas.shape[1]
+        position = jnp.arange(slots, dtype=jnp.int32)
+        position = jnp.broadcast_to(position, state.canvas.shape)
+        valid = position < state.end[:, None]
+        wanted = _predicting(fns.config, window.index, jnp.int32(0))
+        hidden, _, _ = run_row(position, valid, None, wanted)
+        return hidden, _count(state, jnp.where(active, state.end + extra, 0))
     opening = active & (state.step == 0)
     first = jnp.where(opening, 0, state.cursor)
     last = jnp.where(opening | (kind == "prefix"), state.end, window.block_end)
@@ -154,21 +176,19 @@ def look(
         position = first[:, None] + jnp.arange(width, dtype=jnp.int32)
         valid = position < last[:, None]
         position = jnp.minimum(position, slots - 1)
-        fields = layouts.bidirectional(position, valid)
-        out = fns.forward(canvas.read(state.canvas, position), fields, cache)
-        hidden = _gather(out.hidden, jnp.minimum(wanted, width - 1))
+        hidden, k, v = run_row(position, valid, cache, wanted)
         if width < slots:
             return hidden, state.cache
         kept = position < state.cursor[:, None]
         if kind == "dual":
             kept |= position >= window.block_end[:, None]
         fields = layouts.bidirectional(position, valid & kept)
-        return hidden, refill(state.cache, out.k, out.v, fields, opening, state.end)
+        return hidden, refill(state.cache, k, v, fields, opening, state.end)
 
     which = sum((needed > width).astype(jnp.int32) for width in widths[:-1])
     runs = [lambda width=width: run(width) for width in widths]
     hidden, cache = jax.lax.switch(which, runs)
-    state = _count(state, jnp.where(active, last - first, 0))
+    state = _count(state, jnp.where(active, last - first + extra, 0))
     return hidden, state.replace(cache=cache)
 
 

@@ -287,7 +287,11 @@ def step(fns: ModelFns, settings: BlockSettings, state: DecodeState) -> DecodeSt
 
 
 def advance(
-    fns: ModelFns, settings: Any, state: DecodeState, denoise: Denoise
+    fns: ModelFns,
+    settings: Any,
+    state: DecodeState,
+    denoise: Denoise,
+    appended: canvas.Appended | None = None,
 ) -> DecodeState:
     """One forward of the batch, whose logits `denoise` uses.
 
@@ -297,19 +301,22 @@ def advance(
       state: before the forward. With `fold`, a block waits to be stored before the
         cursor, without it at the cursor.
       denoise: one denoising step.
+      appended: U tokens behind the open block, or None; `denoise` then gets hidden states
+        `[B, T + U, D]`. They are never stored, and `denoise` counts them.
     """
     one_forward = _step_folded if settings.fold else _step_unfolded
-    return one_forward(fns, settings, state, denoise)
+    return one_forward(fns, settings, state, denoise, appended)
 
 
-def _step_unfolded(fns, settings, state: DecodeState, denoise) -> DecodeState:
+def _step_unfolded(fns, settings, state: DecodeState, denoise, appended) -> DecodeState:
     length = settings.block_length
     index = state.cursor[:, None] + jnp.arange(length, dtype=jnp.int32)
     storing, denoising = state.pending & ~state.done, ~state.pending & ~state.done
     fields = layouts.block_causal(index, length)
-    out = fns.forward(canvas.read(state.canvas, index), fields, state.cache)
+    out = fns.forward(*canvas.row_of(state, index, fields, appended), state.cache)
     kept = jnp.where(storing, length, 0)
-    state = state.replace(cache=append(state.cache, out.k, out.v, fields, kept))
+    k, v = out.k[..., :length, :], out.v[..., :length, :]
+    state = state.replace(cache=append(state.cache, k, v, fields, kept))
     state, complete, enough = denoise(fns, settings, state, index, out.hidden, denoising)
     # Without early stop a row ends after its last block is stored, as in the reference.
     ends = enough if settings.early_stop else enough & storing
@@ -324,7 +331,7 @@ def _step_unfolded(fns, settings, state: DecodeState, denoise) -> DecodeState:
     )
 
 
-def _step_folded(fns, settings, state: DecodeState, denoise) -> DecodeState:
+def _step_folded(fns, settings, state: DecodeState, denoise, appended) -> DecodeState:
     length = settings.block_length
     offsets = jnp.arange(-length, length, dtype=jnp.int32)
     both = state.cursor[:, None] + offsets  # the block before the cursor, and the open one
@@ -336,17 +343,16 @@ def _step_folded(fns, settings, state: DecodeState, denoise) -> DecodeState:
         position = jnp.maximum(both, 0)
         valid = storing[:, None] | (offsets >= 0)
         fields = layouts.block_causal(position, length, valid)
-        out = fns.forward(canvas.read(state.canvas, position), fields, state.cache)
+        out = fns.forward(*canvas.row_of(state, position, fields, appended), state.cache)
         k, v = out.k[..., :length, :], out.v[..., :length, :]
         return out.hidden[:, length:], k, v
 
     def only_denoise():
         fields = layouts.block_causal(index, length)
-        return fns.forward(canvas.read(state.canvas, index), fields, state.cache)
+        out = fns.forward(*canvas.row_of(state, index, fields, appended), state.cache)
+        return out.hidden, out.k[..., :length, :], out.v[..., :length, :]
 
-    hidden, k, v = jax.lax.cond(
-        jnp.any(storing), store_and_denoise, lambda: tuple(only_denoise())
-    )
+    hidden, k, v = jax.lax.cond(jnp.any(storing), store_and_denoise, only_denoise)
     stored_fields = layouts.block_causal(both[:, :length], length)
     kept = jnp.where(storing, length, 0)
     state = state.replace(cache=append(state.cache, k, v, stored_fields, kept))

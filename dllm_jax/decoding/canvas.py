@@ -1,9 +1,11 @@
 """The canvas of a batch: laying it out, reading and writing windows, unmasking slots."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from dllm_jax import sampling
+from dllm_jax import layouts, sampling
 from dllm_jax.decoding.base import (
     UNDECIDED,
     DecodeInputs,
@@ -12,6 +14,16 @@ from dllm_jax.decoding.base import (
     ModelFns,
     SamplingSettings,
 )
+from kernels_pallas import TokenFields
+
+
+class Appended(NamedTuple):
+    """Tokens behind a forward's row that look at it; nothing of it sees or keeps them."""
+
+    tokens: jax.Array  # [B, U] int32
+    fields: TokenFields  # [B, U], from `layouts.appended`
+    valid: jax.Array  # [B, U] bool
+    hidden: jax.Array  # [B, C] bool, slots of the canvas that they do not see
 
 
 def lay_out(fns: ModelFns, inputs: DecodeInputs, slots: int) -> DecodeState:
@@ -39,6 +51,7 @@ def lay_out(fns: ModelFns, inputs: DecodeInputs, slots: int) -> DecodeState:
         forwards=Forwards.zeros(batch),
         confidence=jnp.zeros(canvas.shape, jnp.float32),
         unmask_forward=jnp.full(canvas.shape, UNDECIDED, jnp.int32),
+        rule=jnp.zeros(canvas.shape, jnp.int32),
     )
 
 
@@ -52,6 +65,31 @@ def write(canvas: jax.Array, start: jax.Array, values: jax.Array) -> jax.Array:
     return jax.vmap(
         lambda row, first, new: jax.lax.dynamic_update_slice(row, new, (first,))
     )(canvas, start, values)
+
+
+def row_of(
+    state: DecodeState,
+    index: jax.Array,
+    fields: TokenFields,
+    appended: Appended | None = None,
+) -> tuple[jax.Array, TokenFields]:
+    """Tokens and fields of a forward's row: slots of the canvas, and what is appended.
+
+    Args:
+      state: before the forward.
+      index: int32 `[B, T]`, the slots.
+      fields: theirs.
+      appended: U tokens, or None.
+
+    Returns:
+      `[B, T + U]` each.
+    """
+    tokens = read(state.canvas, index)
+    if appended is None:
+        return tokens, fields
+    hidden = read(appended.hidden, index)
+    tokens = jnp.concatenate([tokens, appended.tokens], axis=1)
+    return tokens, layouts.superposition(fields, appended.fields, hidden)
 
 
 def propose(
@@ -134,8 +172,9 @@ def unmask(
     index: jax.Array,
     proposal: sampling.Proposal,
     chosen: jax.Array,
+    rule: jax.Array | int = 0,
 ) -> tuple[DecodeState, jax.Array]:
-    """Writes the chosen proposals, and when and how surely they were written.
+    """Writes the chosen proposals, and when, how surely and by which rule.
 
     Args:
       state: before the step, its counters too.
@@ -143,6 +182,7 @@ def unmask(
       index: int32 `[B, T]`, the window's slots.
       proposal: `[B, T]` each.
       chosen: bool `[B, T]`.
+      rule: int32 `[B, T]`, or one for all: which of `Decoder.rules` chose the slot.
 
     Returns:
       The state, and the window's tokens `[B, T]`.
@@ -151,10 +191,12 @@ def unmask(
     tokens = jnp.where(chosen, proposal.token, read(state.canvas, index))
     confidence = jnp.where(chosen, proposal.confidence, read(state.confidence, index))
     forward = jnp.where(chosen, number, read(state.unmask_forward, index))
+    rule = jnp.where(chosen, jnp.asarray(rule, jnp.int32), read(state.rule, index))
     state = state.replace(
         canvas=write(state.canvas, start, tokens),
         confidence=write(state.confidence, start, confidence),
         unmask_forward=write(state.unmask_forward, start, forward),
+        rule=write(state.rule, start, rule),
     )
     return state, tokens
 

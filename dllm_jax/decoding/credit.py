@@ -170,5 +170,6 @@ register(
         init=init,
         step=step,
         cache=fast_dllm.cache_label,
+        rules=lambda settings: ("credit",),
     )
 )

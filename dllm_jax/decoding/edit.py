@@ -113,7 +113,8 @@ def _denoise(
     edited = (
         editable & (confidence > settings.editing_threshold) & (proposal.token != before)
     )
-    state, after = canvas.unmask(state, state.cursor, index, proposal, unmasked | edited)
+    written, rule = unmasked | edited, edited.astype(jnp.int32)
+    state, after = canvas.unmask(state, state.cursor, index, proposal, written, rule)
     post = rows & (remaining == 0)
     steps = state.step + post.astype(jnp.int32)
     complete = ~jnp.any(after == fns.config.mask_id, axis=-1)
@@ -143,5 +144,6 @@ register(
         init=block.init,
         step=step,
         most_steps=most_steps,
+        rules=lambda settings: ("threshold", "edited"),
     )
 )

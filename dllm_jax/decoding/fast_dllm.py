@@ -17,9 +17,14 @@ A strategy is a score and what a step takes by it, always including the best slo
     entropy                     the least entropy, by Dream's time schedule
     hierarchy                   confidence > threshold, and of every run of masks the best
                                 if > low_threshold (dInfer; specs, LEAP and KLASS 9.4)
+    entropy_bounded             the least entropy, as long as it sums up to < eb_threshold
+                                (as decoder `block`: JetEngine)
+    eb_sampler                  the same, but all up to the one before <= eb_threshold
+                                (the EB-Sampler's own bound, arXiv 2505.24857)
+    margin                      lead over the second token >= margin_threshold
 
 Confidence is the probability of the token, entropy that of its distribution, both before
-temperature and filters.
+temperature and filters, as is the lead.
 
 With a cache and shifted logits (Dream) the forward that opens a block unmasks the block's
 first slot and nothing else, as published: what predicts it lies outside the block and is
@@ -59,6 +64,7 @@ from dllm_jax.decoding.bidirectional import (
     num_steps,
     open_window,
     propose_from_hidden,
+    propose_plain,
     slot_keys,
     window_width,
 )
@@ -73,6 +79,9 @@ STRATEGIES = (
     "low_entropy",
     "entropy",
     "hierarchy",
+    "entropy_bounded",
+    "eb_sampler",
+    "margin",
 )
 # Which strategies read a setting, where not all do; what it is if not given.
 _READERS = {
@@ -80,6 +89,8 @@ _READERS = {
     "low_threshold": ("hierarchy",),
     "factor": ("factor", "factor_script"),
     "entropy_threshold": ("entropy_threshold",),
+    "eb_threshold": ("entropy_bounded", "eb_sampler"),
+    "margin_threshold": ("margin",),
     "eps": ("entropy",),
     "denoising_steps": (
         "confidence_threshold_quota",
@@ -93,6 +104,8 @@ _DEFAULTS = {
     "low_threshold": 0.4,
     "factor": 1.0,
     "entropy_threshold": 0.5,
+    "eb_threshold": 0.35,
+    "margin_threshold": 0.8,
     "eps": 1e-3,
     "denoising_steps": 0,
 }
@@ -138,6 +151,19 @@ class FastDLLMSettings(SamplingSettings):
         traced=True,
         kind=float,
     )
+    eb_threshold: float | None = setting(
+        None,
+        "entropy_bounded, eb_sampler: nats that one step may unmask; 0.35 if not given",
+        traced=True,
+        kind=float,
+    )
+    margin_threshold: float | None = setting(
+        None,
+        "margin: lead over the second most probable token from which (>=) a slot is "
+        "unmasked at once; 0.8 if not given",
+        traced=True,
+        kind=float,
+    )
     denoising_steps: int | None = setting(
         None,
         "strategies with a quota: steps over which a block is spread; 0 or not given is "
@@ -164,9 +190,14 @@ class FastDLLMSettings(SamplingSettings):
 def resolve(settings: FastDLLMSettings, config: ModelConfig) -> FastDLLMSettings:
     """Fills in what was not given and checks everything; raises ValueError."""
     check_bidirectional(config)
+    return resolve_rule(settings)
+
+
+def resolve_rule(settings: FastDLLMSettings) -> FastDLLMSettings:
+    """`resolve` but for what depends on the model."""
     strategy = settings.remasking_strategy
     if strategy is None:
-        named = ("factor", "entropy_threshold")
+        named = ("factor", "entropy_threshold")  # each of one strategy, its namesake
         given = [name for name in named if getattr(settings, name) is not None]
         strategy = given[0] if given else STRATEGIES[0]
         settings = settings.replace(remasking_strategy=strategy)
@@ -217,12 +248,31 @@ def init(
     return state
 
 
+def propose(
+    fns: ModelFns,
+    settings: FastDLLMSettings,
+    hidden: jax.Array,
+    keys: jax.Array | None,
+) -> tuple[sampling.Proposal, jax.Array | None]:
+    """Proposals for `[B, W, D]`, and their lead `[B, W]` if the strategy reads it.
+
+    The keys `[B, W]` are consumed; None where no token is drawn.
+    """
+    if settings.remasking_strategy != "margin":
+        return propose_from_hidden(fns, settings, hidden, keys), None
+    logits = fns.logits(hidden)
+    proposal = propose_plain(settings, fns.config, logits, keys)
+    return proposal, sampling.margin(logits, fns.config.mask_id)
+
+
 def choose(
     settings: FastDLLMSettings,
     proposal: sampling.Proposal,
     window: Window,
     step: jax.Array,
     count: jax.Array,
+    lead: jax.Array | None = None,
+    needed: jax.Array | bool = True,
 ) -> jax.Array:
     """The slots that a step unmasks: bool `[B, W]`.
 
@@ -232,13 +282,16 @@ def choose(
       window: the open block.
       step: int32 `[B]`, steps done in the block.
       count: int32 `[B]`, what the time schedule says.
+      lead: float32 `[B, W]`, for strategy margin.
+      needed: bool `[B, 1]`, False for rows that may also unmask nothing, where what
+        passes a threshold decides.
     """
     confidence, surety = proposal.confidence, -proposal.entropy
     masked, strategy = window.masked, settings.remasking_strategy
     confident = confidence >= settings.threshold
     quota = even_quota(settings.denoising_steps, step, window)
     if strategy == "confidence_threshold":
-        return unmasking.best_and(confident, confidence, masked)
+        return unmasking.best_and(confident, confidence, masked, needed)
     if strategy == "confidence_threshold_quota":
         steps = num_steps(settings.denoising_steps, window)
         so_far = (step + 1) * (window.size // steps)
@@ -255,10 +308,17 @@ def choose(
         passing = confidence > settings.threshold
         leads = unmasking.best_of_runs(confidence, masked)
         passing |= leads & (confidence > settings.low_threshold)
-        return unmasking.best_and(passing, confidence, masked)
+        return unmasking.best_and(passing, confidence, masked, needed)
     if strategy == "entropy_threshold":
         certain = proposal.entropy <= settings.entropy_threshold
-        return unmasking.best_and(certain, surety, masked)
+        return unmasking.best_and(certain, surety, masked, needed)
+    if strategy == "entropy_bounded":
+        return unmasking.entropy_bounded(proposal.entropy, masked, settings.eb_threshold)
+    if strategy == "eb_sampler":
+        return unmasking.jointly_certain(proposal.entropy, masked, settings.eb_threshold)
+    if strategy == "margin":
+        passing = lead >= settings.margin_threshold
+        return unmasking.best_and(passing, lead, masked, needed)
     if strategy == "low_confidence":
         return unmasking.top_count(confidence, masked, quota)
     if strategy == "low_entropy":
@@ -266,15 +326,25 @@ def choose(
     return unmasking.top_count(surety, masked, count)
 
 
-def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> DecodeState:
-    """One forward of the batch: each row opens a block or goes on in its own."""
-    window = open_window(fns, settings.block_length, state)
-    number = count = state.step
+def only_first(
+    fns: ModelFns, settings: FastDLLMSettings, state: DecodeState, window: Window
+) -> tuple[jax.Array, jax.Array]:
+    """Rows that unmask the block's first slot and nothing else, bool `[B]`; and that slot.
+
+    With a cache and shifted logits: those that open a block. The slot is bool `[B, W]`.
+    """
     at_first = window.masked & (window.index == state.cursor[:, None])
     shifted = fns.config.logit_alignment == "shifted"
     if settings.cache == "none" or not shifted:
         at_first = jnp.zeros_like(at_first)
-    first_only = (state.step == 0) & jnp.any(at_first, axis=-1)
+    return (state.step == 0) & jnp.any(at_first, axis=-1), at_first
+
+
+def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> DecodeState:
+    """One forward of the batch: each row opens a block or goes on in its own."""
+    window = open_window(fns, settings.block_length, state)
+    number = count = state.step
+    first_only, at_first = only_first(fns, settings, state, window)
     if settings.remasking_strategy == "entropy":
         remaining = jnp.sum(window.masked, axis=-1, dtype=jnp.int32)
         counts = unmasking.scheduled_counts(remaining, settings.reveal)
@@ -282,8 +352,8 @@ def step(fns: ModelFns, settings: FastDLLMSettings, state: DecodeState) -> Decod
         number = jnp.where(first_only, state.step, number)
     hidden, state = look(fns, settings.cache, state, window)
     keys = slot_keys(state, window, number)
-    proposal = propose_from_hidden(fns, settings, hidden, keys)
-    chosen = choose(settings, proposal, window, number, count)
+    proposal, lead = propose(fns, settings, hidden, keys)
+    chosen = choose(settings, proposal, window, number, count, lead)
     chosen = jnp.where(first_only[:, None], at_first, chosen)
     start = window.index[:, 0]
     state, _ = canvas.unmask(state, start, window.index, proposal, chosen)

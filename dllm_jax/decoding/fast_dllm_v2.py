@@ -47,6 +47,8 @@ from dllm_jax.decoding.base import (
 from kernels_pallas import NEVER, pack_key_fields, unpack_key_fields
 
 _SUB_BLOCK = 8  # as published
+_ANCHOR = 1  # of RULES
+RULES = ("threshold", "anchor")
 
 
 @struct.dataclass
@@ -232,7 +234,7 @@ def write_anchor(
     recorded forward is the denoising forward that follows.
     """
     proposal = sampling.propose(logits, fns.config.mask_id)
-    return canvas.unmask(state, slot, slot[:, None], proposal, rows[:, None])[0]
+    return canvas.unmask(state, slot, slot[:, None], proposal, rows[:, None], _ANCHOR)[0]
 
 
 def init(
@@ -329,5 +331,6 @@ register(
         init=init,
         step=step,
         cache=cache_label,
+        rules=lambda settings: RULES,
     )
 )

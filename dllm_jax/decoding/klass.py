@@ -159,9 +159,11 @@ def step(fns: ModelFns, settings: KLASSSettings, state: KLASSState) -> KLASSStat
     }[settings.unmask_strategy]
     quota = even_quota(settings.denoising_steps, state.step, window)
     best = unmasking.top_count(confidence, masked, quota)
-    chosen = jnp.where(jnp.any(ready, axis=-1, keepdims=True), picked, best)
+    some = jnp.any(ready, axis=-1, keepdims=True)
+    chosen = jnp.where(some, picked, best)
 
-    state, _ = canvas.unmask(state, window.index[:, 0], window.index, proposal, chosen)
+    start, rule = window.index[:, 0], (~some).astype(jnp.int32)
+    state, _ = canvas.unmask(state, start, window.index, proposal, chosen, rule)
     state = state.replace(
         hidden=hidden,
         history=history,
@@ -179,5 +181,6 @@ register(
         init=init,
         step=step,
         cache=lambda settings: "none (exact)",
+        rules=lambda settings: ("stable", "quota"),
     )
 )

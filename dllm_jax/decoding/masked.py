@@ -277,7 +277,7 @@ def _propose_from_logits(
         return proposal, draw_each(jax.random.uniform, choice_keys)
     score = proposal.confidence
     if strategy == "topk_margin":
-        score = _margin(_remove(counted, (config.mask_id,)), counted)
+        score = sampling.margin(counted, config.mask_id)
     elif strategy == "entropy":
         score = -proposal.entropy
     if settings.tempered:
@@ -301,19 +301,6 @@ def _confidence(settings, config, logits, token) -> jax.Array:
         # Not only by the above: nothing else may be left of a filtered distribution.
         confidence = jnp.where(_is_any(token, config.eos_ids), 0.0, confidence)
     return confidence
-
-
-def _margin(allowed, logits) -> jax.Array:
-    """Lead of the most probable token over the second, `[B, W]`.
-
-    Args:
-      allowed: float32 `[B, W, V]`, without the mask token.
-      logits: float32 `[B, W, V]`, with its share of the probability.
-    """
-    share = jnp.exp(allowed - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-    first = jnp.argmax(share, axis=-1)[..., None]
-    rest = jnp.where(jnp.arange(share.shape[-1]) == first, 0.0, share)
-    return jnp.max(share, axis=-1) - jnp.max(rest, axis=-1)
 
 
 def _quota(

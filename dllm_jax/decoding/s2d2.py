@@ -50,6 +50,9 @@ from dllm_jax.decoding.base import (
 )
 from dllm_jax.decoding.s2d2_settings import S2D2Settings, resolve
 
+_RULES = ("draft", "verified", "edited", "bonus")
+_EDITED, _BONUS = 2, 3
+
 
 @struct.dataclass
 class S2D2State(DecodeState):
@@ -278,7 +281,9 @@ def _unmask(
     proposal = sampling.Proposal(verdict.token, verdict.confidence, verdict.confidence)
     chosen = block.fill_quota(settings, proposal, rest, owed)
     written |= chosen & (owed > 0)[:, None]
-    state, _ = canvas.unmask(state, segment.slots[:, 0], segment.slots, proposal, written)
+    start, slots = segment.slots[:, 0], segment.slots
+    rule = verdict.written.astype(jnp.int32)
+    state, _ = canvas.unmask(state, start, slots, proposal, written, rule)
     took_part = rows & jnp.any(masked, axis=-1)
     told = jnp.full_like(rows, verified)
     router = routing.learn(settings, state.router, told, _count(written), took_part)
@@ -374,7 +379,7 @@ def _draft(
         own = ~segment.masked & (slots >= state.prompt_length[:, None]) & rows[:, None]
         edited = own & (confidence > settings.editing_threshold) & (token != before)
         proposal = sampling.Proposal(token, confidence, confidence)
-        state, _ = canvas.unmask(state, slots[:, 0], slots, proposal, edited)
+        state, _ = canvas.unmask(state, slots[:, 0], slots, proposal, edited, _EDITED)
         unchanged = post & ~jnp.any(edited, axis=-1)
 
     decided = ~segment.masked
@@ -540,7 +545,7 @@ def _bonus(
     confidence = jnp.take_along_axis(probability, token, axis=-1)
     slot = state.cursor + settings.block_length
     proposal = sampling.Proposal(token, confidence, confidence)
-    return canvas.unmask(state, slot, slot[:, None], proposal, rows[:, None])[0]
+    return canvas.unmask(state, slot, slot[:, None], proposal, rows[:, None], _BONUS)[0]
 
 
 def most_steps(settings: S2D2Settings, slots: int) -> jax.Array:
@@ -558,5 +563,6 @@ register(
         init=init,
         step=step,
         most_steps=most_steps,
+        rules=lambda settings: _RULES,
     )
 )

@@ -429,5 +429,6 @@ register(
         cache=cache_label,
         drafts=True,
         report=report,
+        rules=lambda settings: ("verified",),
     )
 )

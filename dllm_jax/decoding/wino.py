@@ -155,5 +155,6 @@ register(
         init=init,
         step=step,
         cache=lambda settings: "none (exact)",
+        rules=lambda settings: ("wide_in",),
     )
 )

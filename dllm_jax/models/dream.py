@@ -17,6 +17,7 @@ _PROJECTION = "model.layers.{layer}.self_attn.%s_proj.bias"
 
 _FAST = {"decoder": "fast_dllm", "block_length": 32}
 _KLASS = {"decoder": "klass", "block_length": 0, "max_new_tokens": 256}
+_LEAP = {"decoder": "leap", "block_length": 32, "eta": 0.2, "tau": 0.7}
 
 FAMILY = dataclasses.replace(
     sdar.FAMILY,
@@ -64,5 +65,7 @@ FAMILY = dataclasses.replace(
         "klass-dream-gsm8k": {**_KLASS, "threshold": 0.9, "kl_threshold": 0.001},
         "klass-dream-math": {**_KLASS, "threshold": 0.9, "kl_threshold": 0.005},
         "klass-dream-humaneval": {**_KLASS, "threshold": 0.8, "kl_threshold": 0.001},
+        "leap-dream": _LEAP,
+        "leap-dparallel-dream": {**_LEAP, "entropy_threshold": 0.45},
     },
 )

@@ -9,6 +9,7 @@ from dllm_jax.config import Family
 _FAST = {"decoder": "fast_dllm", "block_length": 32}
 _KLASS = {"decoder": "klass", "block_length": 64, "max_new_tokens": 256}
 _WINO = {"decoder": "wino", "block_length": 128, "max_new_tokens": 256}
+_LEAP = {"decoder": "leap", "block_length": 32, "eta": 0.2, "tau": 0.7}
 
 FAMILY = Family(
     name="llada",
@@ -91,5 +92,7 @@ FAMILY = Family(
         "wino-llada-math": {**_WINO, "threshold": 0.7},
         "wino-llada-mbpp": {**_WINO, "threshold": 0.8},
         "credit-llada": {"decoder": "credit", "block_length": 32},
+        "leap-llada": _LEAP,
+        "leap-dparallel-llada": {**_LEAP, "entropy_threshold": 0.5},
     },
 )

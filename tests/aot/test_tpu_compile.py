@@ -41,12 +41,16 @@ def test_the_kernel_compiles_for_every_generation():
     assert max(max(shares) for shares in report.values()) < 0.1
 
 
+def _report(tmp_path, *arguments: str) -> list[dict]:
+    file = tmp_path / "report.json"
+    _run("benchmarks/tpu_aot.py", *arguments, "--json", str(file))
+    return json.loads(file.read_text())["rows"]
+
+
 def _rows(tmp_path, *arguments: str) -> list[dict]:
     """What the benchmark says of SDAR-1.7B's loop with 8 rows of 8192 tokens."""
-    file = tmp_path / "report.json"
     case = ("--model", "sdar-1.7b", "--batch", "8", "--context", "8192", *arguments)
-    _run("benchmarks/tpu_aot.py", *case, "--json", str(file))
-    return json.loads(file.read_text())["rows"]
+    return _report(tmp_path, *case)
 
 
 def _check(row: dict) -> None:
@@ -77,3 +81,22 @@ def test_the_loop_on_other_generations(tmp_path):
 def test_the_loop_of_a_decoder_that_verifies(tmp_path):
     for row in _rows(tmp_path, "--chip", "v5e", "--decoder", "s2d2"):
         _check(row)
+
+
+def test_a_pair_on_four_chips(tmp_path):
+    """SDAR-8B and its drafter divided over v5e:2x2: two sums a layer, no cache copied."""
+    case = ("--model", "sdar-8b", "--draft-model", "sdar-1.7b", "--decoder", "simsd")
+    case += ("--batch", "1", "--context", "4096", "--chip", "v5e", "--mesh", "tensor=4")
+    (row,) = _report(tmp_path, *case)
+    _check(row)
+    # A sum behind attention and feed-forward of 36 layers, one for the embeddings, and
+    # what the proposals exchange.
+    assert 73 <= row["collectives"] <= 78
+
+
+@pytest.mark.parametrize("model", ["sdar-8b", "llada-8b"])
+def test_int8_weights_fit_a_small_chip(model, tmp_path):
+    """16 GB, context 4096."""
+    case = ("--model", model, "--batch", "1", "--context", "4096", "--chip", "v5e")
+    (row,) = _report(tmp_path, *case, "--quant", "int8")
+    assert row["fits"] == "yes" and row["args GB"] < 10.0
