@@ -10,6 +10,7 @@ import pytest
 
 from dllm_jax import layouts, transformer
 from dllm_jax.params import init_params
+from dllm_jax.sharding import make_mesh
 from dllm_jax.training import batches
 from dllm_jax.training.batches import BUCKETS, encode_problem, problem_batches
 from dllm_jax.training.demo import RECIPES, Stage
@@ -143,3 +144,20 @@ def test_training_learns_and_resumes_exactly(tokenizer, tmp_path, monkeypatch):
     assert resumed[0] == "resumed at step 40"
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@jax.numpy_dtype_promotion("standard")  # optax's Muon mixes dtypes
+def test_training_on_a_mesh(tokenizer, tmp_path, monkeypatch):
+    """The same rules divide parameters, moments and rows; the losses are one device's."""
+    monkeypatch.setattr(batches, "BUCKETS", BUCKETS[-1:])
+    losses, params = [], []
+    for name in ("", "data=2,tensor=2"):
+        lines: list[str] = []
+        mesh = make_mesh(name) if name else None
+        params.append(
+            train(TINY, tokenizer, tmp_path / f"on{name}", 50, 50, lines.append, mesh)
+        )
+        losses.append(float(lines[0].split()[4]))
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    gate = params[1].layers.gate
+    assert gate.addressable_shards[0].data.shape[2] * 2 == gate.shape[2]

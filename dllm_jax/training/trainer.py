@@ -1,5 +1,6 @@
 """The training loop: optax updates, Orbax checkpoints, resume."""
 
+import contextlib
 import functools
 import itertools
 import time
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 from flax import struct
+from jax.sharding import Mesh, PartitionSpec
 from tokenizers import Tokenizer
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.params import Params, init_params
+from dllm_jax.sharding import param_shardings, place
 from dllm_jax.training.batches import problem_batches
 from dllm_jax.training.demo import Recipe
 from dllm_jax.training.losses import block_diffusion_loss, masked_diffusion_loss
@@ -96,6 +99,7 @@ def train(
     steps: int | None = None,
     checkpoint_every: int = 200,
     report: Callable[[str], None] = print,
+    mesh: Mesh | None = None,
 ) -> Params:
     """Trains a demo model, from the newest checkpoint in `checkpoint_dir` if there is one.
 
@@ -106,6 +110,8 @@ def train(
       steps: updates in all, `recipe.steps` if None.
       checkpoint_every: updates between checkpoints.
       report: receives a line of progress now and then.
+      mesh: of `sharding.make_mesh`; parameters and the optimizer's state lie on it by the
+        rules of `sharding`, rows of a batch along "data", and XLA divides the work.
 
     Returns:
       The trained parameters, float32.
@@ -115,7 +121,12 @@ def train(
     optimizer = make_optimizer(recipe, steps)
     rng_key = jax.random.key(recipe.seed)
     params = init_params(config, jax.random.fold_in(rng_key, 2**31 - 1))
-    state = TrainState(params, optimizer.init(params), jnp.int32(0))
+    if mesh is not None:
+        params = jax.device_put(params, param_shardings(config, mesh))
+    # Compiled, so that moments lie where their parameters do.
+    opt_state = jax.jit(optimizer.init)(params)
+    step = place(mesh, jnp.int32(0), PartitionSpec())
+    state = TrainState(params, opt_state, step)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, save_interval_steps=checkpoint_every
     )
@@ -139,8 +150,11 @@ def train(
             started, losses = time.perf_counter(), []
             for step, (batch, window) in enumerate(batches, start=first):
                 update = make_update(config, optimizer, stage.loss, window)
-                key = jax.random.fold_in(rng_key, step)
-                state, loss = update(state, batch, key)
+                key = place(mesh, jax.random.fold_in(rng_key, step), PartitionSpec())
+                batch = place(mesh, batch, PartitionSpec("data"))
+                # A mesh that is set keeps the kernel away, which XLA cannot divide.
+                with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+                    state, loss = update(state, batch, key)
                 losses.append(float(loss))
                 if (step + 1) % 50 == 0:
                     speed = len(losses) * recipe.batch_size
