@@ -30,7 +30,7 @@ import dllm_jax
 from dllm_jax.decoding import leap, loop
 from dllm_jax.decoding.base import DECODERS, UNDECIDED
 from dllm_jax.decoding.bidirectional import look, open_window
-from dllm_jax.generate import plan
+from dllm_jax.request import plan
 from dllm_jax.settings import traced_settings
 from dllm_jax.training.problems import generate_problems, parse_answer
 

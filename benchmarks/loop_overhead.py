@@ -22,9 +22,9 @@ import dllm_jax
 from dllm_jax import layouts
 from dllm_jax.cache import cache_slots
 from dllm_jax.config import ModelConfig
-from dllm_jax.generate import bucket
 from dllm_jax.model import Model
 from dllm_jax.params import count_params, init_params
+from dllm_jax.run import bucket
 
 
 def random_100m() -> Model:

@@ -17,7 +17,7 @@ from typing import Any
 from common import finish, parse_args
 
 import dllm_jax
-from dllm_jax.generate import plan
+from dllm_jax.request import plan
 from dllm_jax.training.problems import generate_problems, parse_answer
 
 _SEED = 2026

@@ -2,9 +2,10 @@
 
 try:
     from dllm_jax.config import ModelConfig
-    from dllm_jax.generate import Output, Stats, generate, infill, stream
+    from dllm_jax.generate import generate, infill, stream
     from dllm_jax.likelihood import Likelihood, log_likelihood
     from dllm_jax.model import Model, load
+    from dllm_jax.run import Output, Stats
 except Exception as error:  # a jax that is missing, too old or broken
     # `python -m dllm_jax.doctor` must still start, to say what is wrong.
     _cause = error

@@ -22,9 +22,11 @@ from typing import Any
 
 import jax
 
-from dllm_jax.generate import Output, Plan, Run, buckets_of, check_models, encode_row
+from dllm_jax.generate import check_models, encode_row
 from dllm_jax.model import Model
 from dllm_jax.prompts import Row
+from dllm_jax.request import Plan
+from dllm_jax.run import Output, Run, buckets_of
 
 Finished = Callable[[int, Output | None], None]
 """Called with a line's number and its output; None if it could not be decoded."""

@@ -24,8 +24,10 @@ from dllm_jax.decode import (
     set_up_jax,
     usual_names,
 )
-from dllm_jax.generate import Output, Plan, plan, stream_plan
+from dllm_jax.generate import stream_plan
 from dllm_jax.model import Model, load_config
+from dllm_jax.request import Plan, plan
+from dllm_jax.run import Output
 
 _COMMANDS = {
     "/reset": "forget the conversation (the system prompt stays)",

@@ -33,20 +33,12 @@ from dllm_jax.caches import compile_cache
 from dllm_jax.checkpoint import DTYPES
 from dllm_jax.config import ModelConfig
 from dllm_jax.decoding import DECODERS
-from dllm_jax.generate import (
-    MAX_NEW_TOKENS,
-    Output,
-    Plan,
-    check_drafter,
-    plan,
-    plan_infill,
-    run_plan,
-    stream_plan,
-    watch_plan,
-)
+from dllm_jax.generate import run_plan, stream_plan, watch_plan
 from dllm_jax.model import DEMO_MODELS, KV_DTYPES, Model, load, load_config
 from dllm_jax.prompts import MARKER, Prompt
 from dllm_jax.quantize import QUANTS
+from dllm_jax.request import MAX_NEW_TOKENS, Plan, check_drafter, plan, plan_infill
+from dllm_jax.run import Output
 from dllm_jax.settings import presets, setting_fields
 from dllm_jax.sharding import make_mesh
 from dllm_jax.trace_page import make_cells, trace_page

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from dllm_jax import layouts
 from dllm_jax.config import ModelConfig
-from dllm_jax.generate import bucket
 from dllm_jax.model import Model
 from dllm_jax.prompts import Prompt, no_masks, token_ids
+from dllm_jax.run import bucket
 from dllm_jax.sharding import place
 from dllm_jax.tokenizer import Tokenizer
 

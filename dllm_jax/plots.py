@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from dllm_jax.generate import Output
+from dllm_jax.run import Output
 from dllm_jax.tokenizer import Tokenizer
 from dllm_jax.trace_page import make_cells
 

@@ -5,7 +5,7 @@ import html
 import re
 from collections.abc import Sequence
 
-from dllm_jax.generate import Output
+from dllm_jax.run import Output
 from dllm_jax.tokenizer import Tokenizer, token_pieces
 
 _UNSURE, _SURE = (0xF2, 0xB1, 0x5C), (0x6F, 0xC7, 0xB8)

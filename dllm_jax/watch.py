@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dllm_jax.generate import Output
+from dllm_jax.run import Output
 from dllm_jax.tokenizer import Tokenizer, token_pieces
 
 _MASK = "░"

@@ -7,7 +7,7 @@ import pytest
 
 from dllm_jax import batch, generate, load
 from dllm_jax.decode import main
-from dllm_jax.generate import plan
+from dllm_jax.request import plan
 
 _MORE = {"max_new_tokens": 10, "block_length": 4, "temperature": 0.7, "threshold": 0.5}
 

@@ -37,7 +37,8 @@ from dllm_jax import layouts, transformer
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding.base import UNDECIDED
 from dllm_jax.decoding.block import STRATEGIES
-from dllm_jax.generate import generate, plan
+from dllm_jax.generate import generate
+from dllm_jax.request import plan
 from dllm_jax.settings import traced_settings
 
 # Prompt and new tokens stay in one bucket, so that few programs compile. A multiple of 5

@@ -19,7 +19,8 @@ from tiny import (
 
 from dllm_jax.decoding import fast_dllm
 from dllm_jax.decoding.base import DECODERS
-from dllm_jax.generate import generate, plan
+from dllm_jax.generate import generate
+from dllm_jax.request import plan
 from dllm_jax.settings import resolve_settings
 
 SAME = CONFIG.__class__(**{**vars(CONFIG), "attention": "bidirectional"})

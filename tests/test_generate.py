@@ -6,8 +6,8 @@ import json
 import pytest
 
 import dllm_jax
-from dllm_jax.generate import plan
 from dllm_jax.model import load_config
+from dllm_jax.request import plan
 from dllm_jax.training.problems import generate_problems, parse_answer
 
 PROMPT = "Tom has 8 apples. He buys 5 more. He gives 3 to Ana. How many apples are left?"

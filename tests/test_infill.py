@@ -9,8 +9,9 @@ from tiny import CONFIG, EOS, MASK, ScriptedModel, random_table, table_row, toke
 
 import dllm_jax
 from dllm_jax.decode import main
-from dllm_jax.generate import generate, infill, plan_infill
+from dllm_jax.generate import generate, infill
 from dllm_jax.prompts import encode_holes
+from dllm_jax.request import plan_infill
 
 SAME = dataclasses.replace(CONFIG, attention="bidirectional")
 SHIFTED = dataclasses.replace(SAME, logit_alignment="shifted")

@@ -32,7 +32,8 @@ from tiny import (
 from dllm_jax import unmasking
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding.base import UNDECIDED
-from dllm_jax.generate import generate, plan
+from dllm_jax.generate import generate
+from dllm_jax.request import plan
 from dllm_jax.settings import resolve_settings
 
 SAME = dataclasses.replace(CONFIG, attention="bidirectional")

@@ -14,8 +14,8 @@ from nbclient import NotebookClient
 
 import dllm_jax
 from dllm_jax.decoding import DECODERS
-from dllm_jax.generate import plan
 from dllm_jax.model import load_config
+from dllm_jax.request import plan
 from dllm_jax.settings import setting_fields
 
 ROOT = Path(__file__).parent.parent

@@ -36,6 +36,8 @@ LAYERS = (
     "model",
     "prompts",
     "settings",
+    "request",
+    "run",
     "generate",
     "batch",
     "trace_page",

@@ -21,7 +21,7 @@ from tiny import (
 from dllm_jax import generate, load
 from dllm_jax.decoding.base import DECODERS
 from dllm_jax.decoding.block import STRATEGIES as EVERY_STRATEGY
-from dllm_jax.generate import plan
+from dllm_jax.request import plan
 from dllm_jax.settings import resolve_settings
 
 _STRATEGIES = {

@@ -18,7 +18,9 @@ from terminal import Terminal
 import dllm_jax
 from dllm_jax import plots, watch
 from dllm_jax.decode import main
-from dllm_jax.generate import Output, Stats, plan, plan_infill, watch_plan
+from dllm_jax.generate import watch_plan
+from dllm_jax.request import plan, plan_infill
+from dllm_jax.run import Output, Stats
 from dllm_jax.trace_page import Cell, make_cells, trace_page
 
 PROMPT = "Tom has 8 apples. He buys 5 more. He gives 3 to Ana. How many apples are left?"
