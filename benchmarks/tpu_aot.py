@@ -322,7 +322,24 @@ def measure(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
     layer_bytes = batch * kv_heads * config.head_dim * case.context * size
     calls: list[int] = []  # tokens a row of each call of the kernel
 
+    def experts(one: Instruction) -> Cost:
+        """Matrices of the experts that any token chose, if each chooses evenly; rows."""
+        ((rows, width),) = dimensions(one.shape)
+        held = config.moe.num_experts // sizes["expert"]
+        choices = rows / sizes["expert"]
+        read = held * (1 - (1 - 1 / held) ** choices)
+        depth = config.embed_dim
+        if width == config.embed_dim:
+            depth = config.moe.ffw_dim // tensor
+        moved = 2.0 * (read * depth * width + rows * (depth + width))
+        # A tile of rows is multiplied whole for every expert that it has rows of.
+        flops = 2.0 * depth * width * (choices + read * min(rows, 128))
+        at_best = max(moved / chip.bandwidth, flops / chip.flops)
+        return Cost(moved, at_best + 2e-6)
+
     def kernel(one: Instruction) -> Cost | None:
+        if one.name.startswith("gmm"):
+            return experts(one)
         if not one.name.startswith("paired_attention"):
             return None
         ((_, own_kv_heads, rows, head_dim),) = dimensions(one.shape)

@@ -10,6 +10,7 @@ import logging
 import jax
 
 from dllm_jax.cache import KVCache
+from dllm_jax.platform import refuse_kernels, target
 from kernels_pallas import (
     BlockSizes,
     CachedKV,
@@ -30,28 +31,12 @@ def _xla(q, k, v, packed: PackedFields, cached: CachedKV | None, layer) -> jax.A
 
 
 def _pallas(q, k, v, packed: PackedFields, cached: CachedKV | None, layer) -> jax.Array:
-    platform, device_kind = _target()
-    if platform != "tpu":
-        raise NotImplementedError(f"the Pallas kernel does not run on {platform}")
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size > 1 and mesh.manual_axes != mesh.axis_names:
-        raise NotImplementedError("XLA cannot divide a kernel: use it inside shard_map")
-    sizes = BlockSizes.for_device(device_kind)
+    refuse_kernels()
+    sizes = BlockSizes.for_device(target()[1])
     return paired_attention(q, k, v, packed, cached, layer, block_sizes=sizes)
 
 
 _BACKENDS = {"pallas": _pallas, "xla": _xla}
-
-
-def _target() -> tuple[str, str]:
-    """Platform and kind of the devices that the program is for.
-
-    A mesh that is set decides, so that programs for a TPU can be compiled without one.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return device.platform, device.device_kind
-    return jax.default_backend(), jax.devices()[0].device_kind
 
 
 @functools.lru_cache

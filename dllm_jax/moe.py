@@ -1,13 +1,13 @@
-"""Mixture of experts: routing in float32 and one grouped matrix product an expert layer."""
+"""Mixture of experts: routing in float32, and products grouped by expert."""
 
 import jax
 import jax.numpy as jnp
 
 from dllm_jax.config import MoEConfig
+from dllm_jax.grouped import grouped_matmul
 from dllm_jax.layers import swiglu
 from dllm_jax.params import LayerParams
 from dllm_jax.partition import WHOLE, Partition
-from dllm_jax.quantize import grouped_matmul
 
 
 def route(
@@ -56,7 +56,7 @@ def mixture(
 ) -> jax.Array:
     """The feed-forward part of a layer with experts, `[B, T, D]` to `[B, T, D]`.
 
-    Tokens are sorted by expert and each matrix is one `ragged_dot`; the routed outputs
+    Tokens are sorted by expert and each matrix is one grouped product; the routed outputs
     are added up in float32. Where a partition divides experts or their columns, this is
     what the device's own parts add to the sum.
     """

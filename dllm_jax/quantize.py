@@ -125,29 +125,6 @@ def matmul(x: jax.Array, weight: Any) -> jax.Array:
     return x @ weight
 
 
-def grouped_matmul(
-    rows: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array
-) -> jax.Array:
-    """`jax.lax.ragged_dot` in `rows.dtype`, whatever the weight is.
-
-    Args:
-      rows: `[M, D]`, sorted by group.
-      weight: `[E, D, F]`, an array or a `QArray`; rows are never quantised here.
-      sizes: int32 `[E]`.
-      group: int32 `[M]`, of each row; any for rows without a group.
-    """
-    if not isinstance(weight, QArray):
-        return jax.lax.ragged_dot(rows, weight, sizes)
-    out = jax.lax.ragged_dot(
-        rows,
-        weight.values.astype(rows.dtype),
-        sizes,
-        preferred_element_type=jnp.float32,
-    )
-    last = weight.scale.shape[0] - 1
-    return (out * weight.scale[jnp.minimum(group, last)]).astype(rows.dtype)
-
-
 def take_rows(table: Any, index: jax.Array, dtype: Any) -> jax.Array:
     """`table[index]` of an embedding table `[V, D]`, in `dtype` if it is int8."""
     if not isinstance(table, QArray):

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dllm_jax.grouped import grouped_matmul
 from dllm_jax.layers import apply_rope, rms_norm, rope_tables, swiglu
 
 _bfloat16 = ml_dtypes.bfloat16
@@ -153,3 +154,20 @@ def test_swiglu():
     found = _silu_gated(x, gate, up, down)
     assert found.shape == (2, 3, 6) and found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 40, 5, 0, 0, 1, 11], [0] * 7 + [60], [0] * 8])
+def test_grouped_products(sizes):
+    """The kernel of TPUs against one product a row; groups may be empty, rows left over."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(60, 256)).astype(np.float32)
+    weight = rng.normal(size=(8, 256, 384)).astype(np.float32)
+    group = np.repeat(np.arange(8), sizes).astype(np.int32)
+    inside = len(group)
+    group = np.pad(group, (0, 60 - inside), constant_values=8)
+    given = (rows, weight, np.array(sizes, np.int32), group)
+    want = np.einsum("md,mdf->mf", rows[:inside], weight[group[:inside]])
+    for interpret in (None, True):
+        got = grouped_matmul(*map(jnp.asarray, given), interpret=interpret)
+        assert got.shape == (60, 384)
+        np.testing.assert_allclose(got[:inside], want, rtol=1e-4, atol=1e-3)

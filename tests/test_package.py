@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module may import from those before it, never from those behind it.
 LAYERS = (
+    "platform",
     "caches",
     "config",
     "quantize",
@@ -17,6 +18,7 @@ LAYERS = (
     "model_sizes",
     "partition",
     "layers",
+    "grouped",
     "moe",
     "cache",
     "sharding",
