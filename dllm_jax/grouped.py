@@ -23,6 +23,7 @@ _MOST_WEIGHTS = 2**20  # numbers of a tile, 2 MiB in bfloat16, two of them at a 
 def grouped_matmul(
     rows: jax.Array,
     weight: Any,
+    layer: jax.Array,
     sizes: jax.Array,
     group: jax.Array,
     interpret: bool | None = None,
@@ -31,7 +32,9 @@ def grouped_matmul(
 
     Args:
       rows: `[M, D]`, sorted by group; those behind the groups give anything.
-      weight: `[E, D, F]`, an array or a `QArray`; rows are never quantised here.
+      weight: `[L, E, D, F]`, an array or a `QArray`; rows are never quantised here.
+      layer: int32 scalar, whose matrices to take. The kernel gets those of all layers: a
+        slice of an operand would be copied for it.
       sizes: int32 `[E]`, rows of each group.
       group: int32 `[M]`, of each row; any for rows without a group.
       interpret: static; the kernel in interpret mode (tests), or where it can run if None.
@@ -39,29 +42,44 @@ def grouped_matmul(
     Returns:
       `[M, F]`.
     """
-    if isinstance(weight, QArray):
-        out = jax.lax.ragged_dot(
-            rows,
-            weight.values.astype(rows.dtype),
-            sizes,
-            preferred_element_type=jnp.float32,
+    kernel = not isinstance(weight, QArray) and (interpret is not None or _can(weight))
+    if not kernel:
+        own = jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), weight
         )
-        last = weight.scale.shape[0] - 1
-        return (out * weight.scale[jnp.minimum(group, last)]).astype(rows.dtype)
-    if interpret is None and not _can(weight):
-        return jax.lax.ragged_dot(rows, weight, sizes)
-    count = rows.shape[0]
+        return _without_kernel(rows, own, sizes, group)
+    count, (layers, experts, depth, width) = rows.shape[0], weight.shape
+    # The groups of the other layers are empty.
+    all_sizes = jax.lax.dynamic_update_slice(
+        jnp.zeros((layers * experts,), jnp.int32), sizes, (layer * experts,)
+    )
     tile = min(_MOST_ROWS, -(-count // 16) * 16)
     padded = jnp.pad(rows, ((0, -count % tile), (0, 0)))
     out = gmm(
         padded,
-        weight,
-        sizes,
+        weight.reshape(-1, depth, width),
+        all_sizes,
         preferred_element_type=rows.dtype,
-        tiling=(tile, *_weight_tile(weight.shape[1], weight.shape[2])),
+        tiling=(tile, *_weight_tile(depth, width)),
         interpret=bool(interpret),
     )
     return out[:count]
+
+
+def _without_kernel(
+    rows: jax.Array, weight: Any, sizes: jax.Array, group: jax.Array
+) -> jax.Array:
+    """`grouped_matmul` for the matrices `[E, D, F]` of one layer."""
+    if not isinstance(weight, QArray):
+        return jax.lax.ragged_dot(rows, weight, sizes)
+    out = jax.lax.ragged_dot(
+        rows,
+        weight.values.astype(rows.dtype),
+        sizes,
+        preferred_element_type=jnp.float32,
+    )
+    last = weight.scale.shape[0] - 1
+    return (out * weight.scale[jnp.minimum(group, last)]).astype(rows.dtype)
 
 
 def _can(weight: jax.Array) -> bool:
@@ -70,7 +88,7 @@ def _can(weight: jax.Array) -> bool:
         refuse_kernels()
     except NotImplementedError:
         return False
-    return not (weight.shape[1] % _LANES or weight.shape[2] % _LANES)
+    return not (weight.shape[-2] % _LANES or weight.shape[-1] % _LANES)
 
 
 def _weight_tile(depth: int, width: int) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """Mixture of experts: routing in float32, and products grouped by expert."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -51,18 +53,44 @@ def route(
     return expert.astype(jnp.int32), weight * jnp.float32(config.scale)
 
 
+class Experts(NamedTuple):
+    """The experts of a stack of layers; arrays or `QArray`."""
+
+    gate: Any  # [L, E, D, F]
+    up: Any  # [L, E, D, F]
+    down: Any  # [L, E, F, D]
+
+    @classmethod
+    def of(cls, stack: LayerParams) -> "Experts":
+        """Those of a stack; None each if it has none."""
+        return cls(stack.expert_gate, stack.expert_up, stack.expert_down)
+
+
 def mixture(
-    x: jax.Array, layer: LayerParams, config: MoEConfig, partition: Partition = WHOLE
+    x: jax.Array,
+    layer: LayerParams,
+    experts: Experts,
+    index: jax.Array,
+    config: MoEConfig,
+    partition: Partition = WHOLE,
 ) -> jax.Array:
     """The feed-forward part of a layer with experts, `[B, T, D]` to `[B, T, D]`.
 
     Tokens are sorted by expert and each matrix is one grouped product; the routed outputs
     are added up in float32. Where a partition divides experts or their columns, this is
     what the device's own parts add to the sum.
+
+    Args:
+      x: `[B, T, D]`.
+      layer: the layer's other parameters.
+      experts: of its whole stack.
+      index: int32 scalar, which layer of the stack it is.
+      config: static.
+      partition: static.
     """
     tokens = x.reshape(-1, x.shape[-1])
     expert, weight = route(tokens, layer.router, layer.router_bias, config)
-    held = layer.expert_gate.shape[0]
+    held = experts.gate.shape[1]
     own = expert.reshape(-1) - partition.index("expert") * held
     # Choices of other devices' experts come last and belong to no group.
     own = jnp.where((own >= 0) & (own < held), own, held)
@@ -71,9 +99,9 @@ def mixture(
     sizes = jnp.sum(own[:, None] == groups, axis=0, dtype=jnp.int32)
     rows = tokens[order // config.experts_per_token]
     group = own[order]
-    gate = grouped_matmul(rows, layer.expert_gate, sizes, group)
-    up = grouped_matmul(rows, layer.expert_up, sizes, group)
-    out = grouped_matmul(jax.nn.silu(gate) * up, layer.expert_down, sizes, group)
+    gate = grouped_matmul(rows, experts.gate, index, sizes, group)
+    up = grouped_matmul(rows, experts.up, index, sizes, group)
+    out = grouped_matmul(jax.nn.silu(gate) * up, experts.down, index, sizes, group)
     out = out[jnp.argsort(order)].reshape(*expert.shape, -1).astype(jnp.float32)
     if partition.expert > 1:  # rows without a group are not defined
         mine = (own < held).reshape(*expert.shape, 1)

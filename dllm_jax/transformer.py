@@ -1,5 +1,6 @@
 """The one transformer: pure functions of parameters, tokens, fields and cache."""
 
+import functools
 from typing import NamedTuple
 
 import chex
@@ -10,7 +11,7 @@ from dllm_jax.attention import attend
 from dllm_jax.cache import KVCache
 from dllm_jax.config import ModelConfig
 from dllm_jax.layers import apply_rope, rms_norm, rope_tables, swiglu
-from dllm_jax.moe import mixture
+from dllm_jax.moe import Experts, mixture
 from dllm_jax.params import LayerParams, Params
 from dllm_jax.partition import WHOLE, Partition
 from dllm_jax.quantize import matmul, product
@@ -78,7 +79,7 @@ def forward(
         keys = jnp.repeat(stack.k_norm[:, None], num_kv_heads, axis=1)
         return jnp.concatenate([queries, keys], axis=1)
 
-    def layer_step(carry, xs: tuple[LayerParams, jax.Array | None]):
+    def layer_step(experts: Experts, first: int, carry, xs):
         x, index = carry
         layer, norms = xs
         with jax.named_scope("attention"):
@@ -99,17 +100,23 @@ def forward(
             if layer.router is None:
                 x = x + partition.sum(swiglu(y, layer.gate, layer.up, layer.down))
             else:
-                part = mixture(y, layer, config.moe, partition)
+                number = index - first
+                part = mixture(y, layer, experts, number, config.moe, partition)
                 x = x + partition.sum(part, ("tensor", "expert"))
         return (x, index + 1), (k, v)
 
     with jax.named_scope("embed"):
         dtype = params.final_norm.dtype
         x = partition.rows_of_table(params.embed, tokens, config.vocab_size, dtype)
-    fresh, carry = [], (x, jnp.int32(0))
+    fresh, carry, first = [], (x, jnp.int32(0)), 0
     for stack in params.stacks:
-        carry, keys_values = jax.lax.scan(layer_step, carry, (stack, qk_norms(stack)))
+        # Not scanned over: a layer's experts would be copied for their kernel.
+        experts = Experts.of(stack)
+        rest = stack.replace(expert_gate=None, expert_up=None, expert_down=None)
+        step = functools.partial(layer_step, experts, first)
+        carry, keys_values = jax.lax.scan(step, carry, (rest, qk_norms(stack)))
         fresh.append(keys_values)
+        first += stack.attn_norm.shape[0]
     x, _ = carry
     k, v = fresh[0]
     if len(fresh) > 1:

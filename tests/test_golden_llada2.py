@@ -27,7 +27,7 @@ from dllm_jax.cache import append, init_cache
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.layers import swiglu
 from dllm_jax.model import Model, load, model_fns
-from dllm_jax.moe import mixture, route
+from dllm_jax.moe import Experts, mixture, route
 from dllm_jax.sampling import propose
 from dllm_jax.settings import resolve_settings, traced_settings
 
@@ -124,7 +124,9 @@ def test_mixture_of_experts(model, arrays):
         ours = np.take_along_axis(np.asarray(ours), got, axis=-1)
         _close(ours, np.take_along_axis(arrays[theirs], want, axis=-1))
     _close(swiglu(x, layer.gate, layer.up, layer.down), arrays["moe_shared_out"])
-    _close(mixture(x[None], layer, model.config.moe)[0], arrays["moe_out"])
+    experts = Experts.of(model.params.layers)
+    got = mixture(x[None], layer, experts, jnp.int32(0), model.config.moe)[0]
+    _close(got, arrays["moe_out"])
 
 
 def _arguments(case):

@@ -14,7 +14,7 @@ from dllm_jax import generate, layouts, transformer
 from dllm_jax.cache import append, init_cache
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.model import Model, load, model_fns
-from dllm_jax.moe import mixture, route
+from dllm_jax.moe import Experts, mixture, route
 from dllm_jax.sampling import propose
 from dllm_jax.settings import resolve_settings, traced_settings
 
@@ -258,5 +258,6 @@ def test_mixture_of_experts(golden_dir):
     want = np.argsort(-logits, axis=-1, kind="stable")[:, : moe.experts_per_token]
     np.testing.assert_array_equal(expert, want)
     np.testing.assert_allclose(jnp.sum(weight, axis=-1), 1.0, atol=1e-6)
-    got = mixture(x[None], layer, moe)[0]
+    experts = Experts.of(model.params.layers)
+    got = mixture(x[None], layer, experts, jnp.int32(0), moe)[0]
     np.testing.assert_allclose(got, arrays["moe_out"], atol=1e-5)

@@ -161,12 +161,12 @@ def test_grouped_products(sizes):
     """The kernel of TPUs against one product a row; groups may be empty, rows left over."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(60, 256)).astype(np.float32)
-    weight = rng.normal(size=(8, 256, 384)).astype(np.float32)
+    weight = rng.normal(size=(2, 8, 256, 384)).astype(np.float32)
     group = np.repeat(np.arange(8), sizes).astype(np.int32)
     inside = len(group)
     group = np.pad(group, (0, 60 - inside), constant_values=8)
-    given = (rows, weight, np.array(sizes, np.int32), group)
-    want = np.einsum("md,mdf->mf", rows[:inside], weight[group[:inside]])
+    given = (rows, weight, np.int32(1), np.array(sizes, np.int32), group)
+    want = np.einsum("md,mdf->mf", rows[:inside], weight[1, group[:inside]])
     for interpret in (None, True):
         got = grouped_matmul(*map(jnp.asarray, given), interpret=interpret)
         assert got.shape == (60, 384)
