@@ -66,7 +66,7 @@ def build(text: str) -> str:
     def table(found: re.Match) -> str:
         kind, name = found.groups()
         make = settings_table if kind == "settings" else presets_table
-        return f"<!-- {kind}: {name} -->\n{make(name)}\n<!-- end -->"
+        return f"<!-- {kind}: {name} -->\n\n{make(name)}\n\n<!-- end -->"
 
     return _TABLE.sub(table, text)
 
