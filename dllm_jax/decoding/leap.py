@@ -404,8 +404,9 @@ def cache_label(settings: LEAPSettings) -> str:
     return "exact" if settings.block_causal else fast_dllm.cache_label(settings)
 
 
-def report(state: LEAPState, row: int) -> dict[str, int]:
+def report(settings: LEAPSettings, state: LEAPState, row: int) -> dict[str, int]:
     """How many tokens were unmasked early, those behind the end too."""
+    del settings
     decided = state.unmask_forward[row] != UNDECIDED
     return {"early": int(jnp.sum(decided & (state.rule[row] == _EARLY)))}
 
