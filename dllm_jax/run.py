@@ -15,7 +15,7 @@ from dllm_jax.cache import KVCache
 from dllm_jax.decoding import loop
 from dllm_jax.decoding.base import UNDECIDED, DecodeInputs, DecodeState, ModelFns
 from dllm_jax.model import Model
-from dllm_jax.params import weight_bytes
+from dllm_jax.params import param_shapes, weight_bytes
 from dllm_jax.prompts import Row
 from dllm_jax.request import Plan
 from dllm_jax.settings import (
@@ -306,7 +306,14 @@ class Run:
             return report
         # The weights that a forward reads are what it costs at small batches.
         tokens, pair = request.settings.block_length, (self._model, self._drafter)
-        own, other = (weight_bytes(one.config, one.params, tokens) for one in pair)
+        own, other = (
+            weight_bytes(
+                one.config,
+                param_shapes(one.config, one.dtype, quant=one.quant),
+                tokens,
+            )
+            for one in pair
+        )
         of_target = sum(forwards.values()) - forwards["draft"] - forwards["prefill"]
         cost = of_target + forwards["draft"] * other / own
         alone = report["forwards_of_target_alone"]

@@ -66,9 +66,9 @@ def test_decoders_use_it(monkeypatch):
     """A generation in chunks has the tokens of one with whole logits."""
     prompt, used = [5, 6, 7, 8], []
 
-    def in_chunks(params, hidden, mask_id):
+    def in_chunks(params, hidden, mask_id, **divided):
         used.append(hidden.shape)
-        return head_before(params, hidden, mask_id, chunk=100, most_logits=0)
+        return head_before(params, hidden, mask_id, chunk=100, most_logits=0, **divided)
 
     head_before = head.propose_greedily
     outputs = []

@@ -110,8 +110,13 @@ def _superposition(rng, position):
         rng.permuted(np.asarray(canvas), axis=1)[:, : position.shape[1] // 2]
     )
     shown = jnp.asarray(rng.random(position.shape) < 0.5)
-    parts = shown[:, : canvas.shape[1]], shown[:, canvas.shape[1] :]
-    return layouts.superposition(canvas, appended, *parts, position[:, :1])
+    start = position[:, :1]
+    row = layouts.bidirectional(canvas)
+    row = row._replace(time=row.time + start, visible_from=row.visible_from + start)
+    behind = layouts.appended(
+        appended, start, shown[:, canvas.shape[1] :], jnp.ones(appended.shape, bool)
+    )
+    return layouts.superposition(row, behind, ~shown[:, : canvas.shape[1]])
 
 
 _LAYOUTS = {
