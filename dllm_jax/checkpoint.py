@@ -11,6 +11,7 @@ where it belongs.
 
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import shutil
@@ -41,8 +42,8 @@ from dllm_jax.sharding import fitting, leaf_places
 
 SIDECAR = "dllm.json"
 FORMAT_VERSION = 2
-CHUNK_NUMBERS = 2**27
-"""Most numbers of a chunk, 256 MiB in bfloat16, unless one layer has more."""
+CHUNK_NUMBERS = 2**26
+"""Most numbers of a chunk, 128 MiB in bfloat16, unless one layer has more."""
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -160,6 +161,8 @@ def write_checkpoint(
                     checkpointer.save(partial / "params" / leaf / str(number), stored)
                     checkpointer.wait_until_finished()
                     progress(leaf, sum(value.nbytes for value in stored.values()))
+                    del chunk, stored
+                    gc.collect()  # Orbax leaves cycles that hold the arrays
         for file in source.tokenizer_files:
             shutil.copyfile(source.directory / file, partial / file)
         sidecar = Sidecar(
@@ -265,6 +268,8 @@ def verify_checkpoint(
                 damaged += [found] if found not in damaged else []
             else:
                 progress(leaf, sum(value.nbytes for value in found.values()))
+            del found
+            gc.collect()
     if damaged:
         raise CheckpointError(
             f"{directory}: {', '.join(damaged)} differ from what was written: "

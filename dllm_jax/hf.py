@@ -419,7 +419,7 @@ class HFCheckpoint:
             ) from None
         value = value.T if piece.transpose else value
         with np.errstate(over="ignore"):
-            target[...] = value.astype(target.dtype)
+            target[...] = value.astype(target.dtype, copy=False)
         bad = target.size - int(np.isfinite(target).sum())
         if bad:
             own = value.size - int(np.isfinite(value).sum())
