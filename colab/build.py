@@ -289,6 +289,14 @@ print(results["block"][0].text)""",
             reuse_verified=True,
             fold_verify=True,
         ),
+        *_speculation_case(
+            "leap",
+            "LEAP: early what the likely next tokens would not change\n\nBehind the text "
+            "run its likely next tokens and a copy of every mask; a choice that is the "
+            "same with and without them may come early.",
+            names=("block_length", "threshold", "tau", "eta", "perturbation"),
+            block_length=8,
+        ),
         (
             "markdown",
             "## Side by side\n\nForwards are those of the large model. Few problems: "

@@ -3,7 +3,7 @@
 try:
     from dllm_jax.config import ModelConfig
     from dllm_jax.generate import generate, infill, stream
-    from dllm_jax.likelihood import Likelihood, log_likelihood
+    from dllm_jax.likelihood import Likelihood, log_likelihood, token_log_probs
     from dllm_jax.model import Model, load
     from dllm_jax.run import Output, Stats
 except Exception as error:  # a jax that is missing, too old or broken
@@ -31,4 +31,5 @@ __all__ = (
     "load",
     "log_likelihood",
     "stream",
+    "token_log_probs",
 )

@@ -27,6 +27,7 @@ from dllm_jax.model import Model
 from dllm_jax.prompts import Row
 from dllm_jax.request import Plan
 from dllm_jax.run import Output, Run, buckets_of
+from dllm_jax.sharding import wait_for_all
 
 Finished = Callable[[int, Output | None], None]
 """Called with a line's number and its output; None if it could not be decoded."""
@@ -244,6 +245,7 @@ def decode_file(
       ValueError: if the destination cannot be written or is not of such a run.
     """
     records = read_finished(destination, lines) if resume else {}
+    wait_for_all("read what is finished")  # before the first process writes more
     left = [line for line in lines if line.number not in records]
     bad = {}
     for number, record in records.items():

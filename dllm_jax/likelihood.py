@@ -553,3 +553,68 @@ def log_likelihood(
         _estimate(job, np.stack([next(scores) for _ in range(job.num_rows)]))
         for job in jobs
     ]
+
+
+def _single_masks(start: int, length: int) -> _Masks:
+    """Each target token alone is masked, and scored."""
+    for scored in range(start, length):
+        here = np.arange(length) == scored
+        yield here, here.astype(np.float64)
+
+
+def token_log_probs(
+    model: Model,
+    prompts: Sequence[Prompt],
+    targets: Sequence[Prompt],
+    *,
+    batch_size: int = 8,
+    chat: bool = False,
+) -> list[list[float]]:
+    """The log-probability of each token of finished texts, float32 cross-entropies.
+
+    Block-causal models give that of each token after all that precedes it (blocks of one
+    token, one forward a text); they add up to `log_likelihood` with `block_length=1`.
+    Bidirectional models give that of each token among all the others, at one forward a
+    token; they do not add up to anything (a pseudo-likelihood). What a token had when it
+    was committed is `Output.confidence`, of other surroundings.
+
+    Args:
+      model: from `load`.
+      prompts: texts or lists of token ids, as of `log_likelihood`.
+      targets: as many, for example `Output.tokens`.
+      batch_size: rows of a forward; results depend on it by rounding only.
+      chat: puts text prompts into the chat template.
+
+    Returns:
+      For each prompt one number a target token, in nats.
+
+    Raises:
+      ValueError: for a wrong prompt or target, in one line.
+    """
+    config = model.config
+    _check_settings(config, 1, batch_size, None, 0.0, "random")
+    pairs = _encode_pairs(model, prompts, targets, chat)
+    bidirectional = config.attention == "bidirectional"
+
+    def rows_of(prompt: list[int], target: list[int]) -> Iterator[ScoredRow]:
+        ids, start = prompt + target, len(prompt)
+        masks = _single_masks(start, len(ids))
+        if not bidirectional:
+            scored = np.arange(len(ids)) >= start
+            masks = iter([(scored, scored.astype(np.float64))])
+        for masked, weight in masks:
+            yield make_row(
+                config,
+                ids,
+                masked,
+                weight,
+                prompt_length=start,
+                block_length=None if bidirectional else 1,
+            )
+
+    rows = (row for pair in pairs for row in rows_of(*pair))
+    scores = iter(score_rows(model, rows, batch_size=batch_size))
+    counts = [len(target) if bidirectional else 1 for _, target in pairs]
+    return [
+        np.concatenate([next(scores) for _ in range(count)]).tolist() for count in counts
+    ]

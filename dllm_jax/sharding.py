@@ -289,6 +289,14 @@ def place(mesh: Mesh | None, tree: Any, specs: Any) -> Any:
     return jax.tree.map(put, tree, shardings)
 
 
+def wait_for_all(name: str) -> None:
+    """Returns when every process of the run has got here."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
 def fetch(tree: Any) -> Any:
     """The arrays on the host, in every process all of them."""
     if jax.process_count() == 1:

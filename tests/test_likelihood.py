@@ -20,6 +20,7 @@ from dllm_jax.likelihood import (
     make_row,
     mask_counts,
     score_rows,
+    token_log_probs,
 )
 from dllm_jax.training.problems import generate_problems
 
@@ -570,3 +571,33 @@ def test_wrong_input_of_other_models(tiny, monkeypatch):
     monkeypatch.setattr(model, "tokenizer", letters)
     with pytest.raises(ValueError, match="chat=True, but the model has no chat template"):
         log_likelihood(model, ["a"], ["b"], chat=True)
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada", "dream"])
+def test_log_probs_of_tokens(golden_dir, family):
+    """Against whole forwards: after what precedes (block-causal), among all the others."""
+    model = load(str(golden_dir / family), dtype="float32")
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 200, n).tolist() for n in (5, 17)]
+    targets = [rng.integers(0, 200, n).tolist() for n in (6, 4)]
+    got = token_log_probs(model, prompts, targets, batch_size=3)
+    assert [len(row) for row in got] == [6, 4]
+    if family == "sdar":
+        whole = log_likelihood(model, prompts, targets, block_length=1)
+        for row, one in zip(got, whole, strict=True):
+            np.testing.assert_allclose(sum(row), one.log_likelihood, atol=1e-4)
+        return
+    fns = model.fns(model.params)
+    for prompt, target, row in zip(prompts, targets, got, strict=True):
+        for index, token in enumerate(target):
+            ids = np.array([prompt + target], np.int32)
+            slot = len(prompt) + index
+            ids[0, slot] = model.config.mask_id
+            position = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+            hidden = fns.forward(ids, layouts.bidirectional(position), None).hidden
+            read = slot - 1 if family == "dream" else slot
+            logits = np.asarray(fns.logits(hidden[:, read]))[0].astype(np.float64)
+            want = (
+                logits[token] - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            )
+            np.testing.assert_allclose(row[index], want, atol=1e-4)

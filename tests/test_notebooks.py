@@ -128,9 +128,9 @@ def test_quickstart(tmp_path, answer):
 def test_speculation(tmp_path):
     printed, kinds, _ = _execute("speculation", tmp_path)
     rows = dict(re.findall(r"^(\w+) +\| (.*)$", printed, re.MULTILINE))
-    assert list(rows) == ["ar", "block", "simsd", "s2d2"]
+    assert list(rows) == ["ar", "block", "simsd", "s2d2", "leap"]
     speed = {name: float(row.split(" | ")[0]) for name, row in rows.items()}
-    assert speed["ar"] < 1 < min(speed[name] for name in ("block", "simsd", "s2d2"))
+    assert speed["ar"] < 1 < min(speed[name] for name in ("block", "simsd", "s2d2", "leap"))
     # What is said of s2d2: the tokens of ar.
     assert rows["s2d2"].endswith("| 100.00")
     assert kinds.count("image/png") == 1 + 4
