@@ -3,7 +3,7 @@
     python benchmarks/convert.py [--layers 28] [--scratch DIR] [--json FILE] [--quick]
 
 Writes random weights in the shapes of SDAR-1.7B (3.4 GB in files of at most 1 GB; with
---layers 36 and --model sdar-8b those of SDAR-8B, if the disk has room), and then runs, each
+--layers 36 and --model SDAR-8B those of SDAR-8B, if the disk has room), and then runs, each
 in a process of its own: a plain copy of the files, the conversion, the conversion to int8,
 the check of its checksums, and the export back. `peak/leaf` is the process's peak memory
 against the largest leaf of the parameter tree, `over leaf GB` what it is above it; a bare
@@ -12,6 +12,7 @@ before, so reads may come from the operating system's cache, for the copy too.
 """
 
 import argparse
+import dataclasses
 import math
 import os
 import shutil
@@ -28,36 +29,19 @@ from common import finish, parse_args
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.hf import count_bytes, export_leaves
+from dllm_jax.model_sizes import MODELS
 from dllm_jax.params import leaf_paths
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_SHAPES = {"sdar-1.7b": (2048, 16, 6144), "sdar-8b": (4096, 32, 12288)}
 
 _COPY = "import shutil, sys; shutil.copytree(sys.argv[1], sys.argv[2])"
 _CONVERT = ("-m", "convert")
 
 
 def make_config(model: str, layers: int) -> ModelConfig:
-    """A model with the widths of a published one."""
-    embed, heads, ffw = _SHAPES[model]
-    return ModelConfig(
-        vocab_size=151936,
-        num_layers=layers,
-        embed_dim=embed,
-        num_heads=heads,
-        num_kv_heads=8,
-        head_dim=128,
-        ffw_dim=ffw,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        max_positions=32768,
-        qk_norm=True,
-        block_length=4,
-        mask_id=151669,
-        eos_ids=(151643,),
-        pad_id=151643,
-        bos_id=151643,
-    )
+    """A model with the widths of a published one, and ids as a checkpoint has them."""
+    ids = {"eos_ids": (151643,), "pad_id": 151643, "bos_id": 151643}
+    return dataclasses.replace(MODELS[model], num_layers=layers, **ids)
 
 
 def write_source(config: ModelConfig, directory: Path) -> None:
@@ -88,7 +72,7 @@ def main() -> None:
     """Measures every step once."""
     args = parse_args(
         __doc__.splitlines()[0],
-        model={"default": "sdar-1.7b", "choices": sorted(_SHAPES)},
+        model={"default": "SDAR-1.7B", "choices": ("SDAR-1.7B", "SDAR-4B", "SDAR-8B")},
         layers={"type": int, "default": 28},
         write={"help": argparse.SUPPRESS},
         scratch={"help": "where there is room for three copies (default: temporary)"},

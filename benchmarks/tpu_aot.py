@@ -72,10 +72,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from dllm_jax.compiler import compiler_options
-from dllm_jax.config import ModelConfig, MoEConfig
 from dllm_jax.decoding import DECODERS, loop
 from dllm_jax.decoding.base import DecodeInputs
 from dllm_jax.model import Model
+from dllm_jax.model_sizes import MODELS as PUBLISHED
 from dllm_jax.params import leaf_paths, param_shapes, weight_bytes
 from dllm_jax.quantize import QUANTS
 from dllm_jax.settings import default_decoder, resolve_settings, traced_settings
@@ -106,79 +106,7 @@ CHIPS = {
     "v7x": Chip("tpu7x:2x2x1", 103e9, 3.7e12, 1.155e15, 2.2e9, 9e10),
 }
 
-_QWEN = {"num_kv_heads": 8, "head_dim": 128, "qk_norm": True, "block_length": 4}
-_QWEN |= {"vocab_size": 151936, "mask_id": 151669, "rope_theta": 1e6, "norm_eps": 1e-6}
-_BIDIRECTIONAL = {"attention": "bidirectional", "head_dim": 128, "norm_eps": 1e-6}
-
-
-def _config(layers: int, embed: int, heads: int, ffw: int, **others: Any) -> ModelConfig:
-    return ModelConfig(
-        num_layers=layers,
-        embed_dim=embed,
-        num_heads=heads,
-        ffw_dim=ffw,
-        max_positions=32768,
-        **others,
-    )
-
-
-MODELS = {
-    "sdar-1.7b": _config(28, 2048, 16, 6144, **_QWEN),
-    "sdar-4b": _config(36, 2560, 32, 9728, **_QWEN),
-    "sdar-8b": _config(36, 4096, 32, 12288, **_QWEN),
-    "llada-8b": _config(
-        *(32, 4096, 32, 12288),
-        **_BIDIRECTIONAL,
-        num_kv_heads=32,
-        vocab_size=126464,
-        mask_id=126336,
-        rope_theta=5e5,
-    ),
-    "dream-7b": _config(
-        *(28, 3584, 28, 18944),
-        **_BIDIRECTIONAL,
-        num_kv_heads=4,
-        vocab_size=152064,
-        mask_id=151666,
-        rope_theta=1e6,
-        qkv_bias=True,
-        logit_alignment="shifted",
-    ),
-    "llada2-mini": _config(
-        *(20, 2048, 16, 5120),
-        num_kv_heads=4,
-        head_dim=128,
-        vocab_size=157184,
-        mask_id=156895,
-        rope_theta=6e5,
-        norm_eps=1e-6,
-        qk_norm=True,
-        block_length=32,
-        rotary_fraction=0.5,
-        dense_layers=1,
-        moe=MoEConfig(
-            num_experts=256,
-            experts_per_token=8,
-            ffw_dim=512,
-            shared_ffw_dim=512,
-            scoring="sigmoid",
-            scale=2.5,
-            num_groups=8,
-            groups_per_token=4,
-            selection_bias=True,
-        ),
-    ),
-}
-# A 100B-class mixture: 102.9 billion parameters, 6.1 active, as published; the widths are
-# those that give these numbers.
-MODELS["llada2-flash"] = dataclasses.replace(
-    MODELS["llada2-mini"],
-    num_layers=32,
-    embed_dim=4096,
-    num_heads=32,
-    ffw_dim=9216,
-    moe=dataclasses.replace(MODELS["llada2-mini"].moe, ffw_dim=1024, shared_ffw_dim=1024),
-)
+MODELS = {name.lower(): config for name, config in PUBLISHED.items()}
 
 # --- compiling --------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,60 +14,79 @@ CONTEXT = 4096
 """Tokens, prompt and answer together, whose keys and values are counted."""
 
 
-def _sdar(layers: int, embed: int, heads: int, ffw: int) -> ModelConfig:
+_QWEN = {"num_kv_heads": 8, "head_dim": 128, "qk_norm": True, "block_length": 4}
+_QWEN |= {"vocab_size": 151936, "mask_id": 151669, "rope_theta": 1e6, "norm_eps": 1e-6}
+_BIDIRECTIONAL = {"attention": "bidirectional", "head_dim": 128, "norm_eps": 1e-6}
+
+
+def _config(layers: int, embed: int, heads: int, ffw: int, **others: Any) -> ModelConfig:
     return ModelConfig(
-        vocab_size=151936,
         num_layers=layers,
         embed_dim=embed,
         num_heads=heads,
-        num_kv_heads=8,
-        head_dim=128,
         ffw_dim=ffw,
-        rope_theta=1e6,
-        norm_eps=1e-6,
         max_positions=32768,
-        qk_norm=True,
-        mask_id=151669,
+        **others,
     )
 
 
-def _bidirectional(layers: int, embed: int, heads: int, **sizes: int) -> ModelConfig:
-    return ModelConfig(
-        num_layers=layers,
-        embed_dim=embed,
-        num_heads=heads,
-        head_dim=128,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        max_positions=CONTEXT,
-        attention="bidirectional",
-        **sizes,
-    )
-
-
-_DREAM = _bidirectional(
-    28, 3584, 28, num_kv_heads=4, ffw_dim=18944, vocab_size=152064, mask_id=151666
-)
-_LLADA2_MINI = dataclasses.replace(
-    _sdar(layers=20, embed=2048, heads=16, ffw=5120),
-    vocab_size=157184,
-    num_kv_heads=4,
-    mask_id=156895,
-    dense_layers=1,
-    moe=MoEConfig(256, 8, 512, shared_ffw_dim=512, selection_bias=True),
-)
-
-MODELS: dict[str, ModelConfig] = {
-    "SDAR-1.7B": _sdar(layers=28, embed=2048, heads=16, ffw=6144),
-    "SDAR-4B": _sdar(layers=36, embed=2560, heads=32, ffw=9728),
-    "SDAR-8B": _sdar(layers=36, embed=4096, heads=32, ffw=12288),
-    "LLaDA-8B": _bidirectional(
-        32, 4096, 32, num_kv_heads=32, ffw_dim=12288, vocab_size=126464, mask_id=126336
+MODELS = {
+    "SDAR-1.7B": _config(28, 2048, 16, 6144, **_QWEN),
+    "SDAR-4B": _config(36, 2560, 32, 9728, **_QWEN),
+    "SDAR-8B": _config(36, 4096, 32, 12288, **_QWEN),
+    "LLaDA-8B": _config(
+        *(32, 4096, 32, 12288),
+        **_BIDIRECTIONAL,
+        num_kv_heads=32,
+        vocab_size=126464,
+        mask_id=126336,
+        rope_theta=5e5,
     ),
-    "Dream-7B": dataclasses.replace(_DREAM, qkv_bias=True),
-    "LLaDA2-mini": _LLADA2_MINI,
+    "Dream-7B": _config(
+        *(28, 3584, 28, 18944),
+        **_BIDIRECTIONAL,
+        num_kv_heads=4,
+        vocab_size=152064,
+        mask_id=151666,
+        rope_theta=1e6,
+        qkv_bias=True,
+        logit_alignment="shifted",
+    ),
+    "LLaDA2-mini": _config(
+        *(20, 2048, 16, 5120),
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=157184,
+        mask_id=156895,
+        rope_theta=6e5,
+        norm_eps=1e-6,
+        qk_norm=True,
+        block_length=32,
+        rotary_fraction=0.5,
+        dense_layers=1,
+        moe=MoEConfig(
+            num_experts=256,
+            experts_per_token=8,
+            ffw_dim=512,
+            shared_ffw_dim=512,
+            scoring="sigmoid",
+            scale=2.5,
+            num_groups=8,
+            groups_per_token=4,
+            selection_bias=True,
+        ),
+    ),
 }
-"""Shapes alone, of the published config.json files; not configs to decode with."""
+# A 100B-class mixture: 102.9 billion parameters, 6.1 active, as published; the widths are
+# those that give these numbers.
+MODELS["LLaDA2-flash"] = dataclasses.replace(
+    MODELS["LLaDA2-mini"],
+    num_layers=32,
+    embed_dim=4096,
+    num_heads=32,
+    ffw_dim=9216,
+    moe=dataclasses.replace(MODELS["LLaDA2-mini"].moe, ffw_dim=1024, shared_ffw_dim=1024),
+)
 
 
 @dataclasses.dataclass(frozen=True)
