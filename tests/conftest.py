@@ -1,5 +1,6 @@
 """Settings of the whole suite: CPU, strict numerics, and where golden cases lie."""
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -35,3 +36,14 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def golden_dir(request) -> Path:
     return request.config.getoption("--golden-dir")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Frees the programs that a file has compiled.
+
+    Thousands of them in one process end in a crash of the compiler.
+    """
+    yield
+    gc.collect()
+    jax.clear_caches()

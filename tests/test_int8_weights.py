@@ -68,8 +68,7 @@ def test_tokens_agree(golden_dir):
     assert np.mean([a == b for a, b in pairs]) > 0.7
 
 
-@pytest.mark.parametrize("family", ["sdar", "llada2"])
-@pytest.mark.parametrize("chunk", [None, 3000])
+@pytest.mark.parametrize(("family", "chunk"), [("sdar", None), ("llada2", 3000)])
 def test_converted_or_quantised_at_load(
     golden_dir, tmp_path, capsys, family, chunk, monkeypatch
 ):

@@ -35,7 +35,6 @@ CASES = [
     ("llada2", "edit", {"threshold": 0.7, "editing_threshold": 0.5}),
     ("sdar", "s2d2", {"block_length": 8, **_HYSTERESIS}),
     ("sdar", "simsd", {"block_length": 8}),
-    ("llada2", "simsd", {"verification": "exact", "temperature": 0.7}),
     ("fast_dllm_v2", "s2d2", {"do_verify_policy": "contextual_bandit_ucb"}),
 ]
 

@@ -86,7 +86,7 @@ def scripted():
 
 @pytest.mark.parametrize(("strategy", "temperature"), _WAYS)
 @settings(
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
