@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import json
 import logging
+import math
 import shutil
 import uuid
 import zlib
@@ -114,6 +115,12 @@ def _checksum(*values: Any) -> int:
     return checksum
 
 
+def _release(numbers: int) -> None:
+    """Frees what is left of a big chunk: Orbax leaves cycles that hold its arrays."""
+    if numbers >= 2**22:
+        gc.collect()
+
+
 def _stored(leaf: Any) -> dict[str, Any]:
     """What is saved of a leaf, by name."""
     if isinstance(leaf, QArray):
@@ -161,8 +168,9 @@ def write_checkpoint(
                     checkpointer.save(partial / "params" / leaf / str(number), stored)
                     checkpointer.wait_until_finished()
                     progress(leaf, sum(value.nbytes for value in stored.values()))
+                    size = info.cut(part).shape
                     del chunk, stored
-                    gc.collect()  # Orbax leaves cycles that hold the arrays
+                    _release(math.prod(size))
         for file in source.tokenizer_files:
             shutil.copyfile(source.directory / file, partial / file)
         sidecar = Sidecar(
@@ -262,14 +270,15 @@ def verify_checkpoint(
     _quiet_orbax()
     sidecar = read_sidecar(directory)
     damaged = [f for f in sidecar.tokenizer_files if not (directory / f).is_file()]
-    for leaf in leaf_paths(sidecar.config):
-        for _, found in _host_chunks(directory, sidecar, leaf):
+    for leaf, info in leaf_paths(sidecar.config).items():
+        for part, found in _host_chunks(directory, sidecar, leaf):
             if isinstance(found, str):
                 damaged += [found] if found not in damaged else []
             else:
                 progress(leaf, sum(value.nbytes for value in found.values()))
+            size = math.prod(info.cut(part).shape)
             del found
-            gc.collect()
+            _release(size)
     if damaged:
         raise CheckpointError(
             f"{directory}: {', '.join(damaged)} differ from what was written: "
