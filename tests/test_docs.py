@@ -234,7 +234,8 @@ def known_flags() -> set[str]:
 
     parsers = make_parser(), _parser()
     flags = {f for p in parsers for a in p._actions for f in a.option_strings}
-    paths = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "dllm_jax" / "train.py"]
+    paths = list((ROOT / "benchmarks").glob("*.py"))
+    paths += [ROOT / "dllm_jax" / f"{name}.py" for name in ("train", "chat", "doctor")]
     for path in [*paths, ROOT / "docs" / "build.py", ROOT / "tests" / "conftest.py"]:
         text = path.read_text(encoding="utf-8")
         flags |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text))
