@@ -215,8 +215,8 @@ def tpu_chips(root: Path = Path("/")) -> int:
     count = 0
     for vendor in glob.glob(str(root / "sys/bus/pci/devices/*/vendor")):
         try:
-            is_google = Path(vendor).read_text().strip() == "0x1ae0"
-            device = Path(vendor).with_name("device").read_text().strip()
+            is_google = Path(vendor).read_text(encoding="utf-8").strip() == "0x1ae0"
+            device = Path(vendor).with_name("device").read_text(encoding="utf-8").strip()
         except OSError:
             continue
         count += is_google and device in _TPU_DEVICES
@@ -285,15 +285,15 @@ def _check_library(findings: list[Finding]) -> list[Finding]:
 def _host(root: Path) -> dict[str, Any]:
     memory: dict[str, int] = {}
     try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
+        for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
             name, _, rest = line.partition(":")
             memory[name] = int(rest.split()[0]) * 1024
     except (OSError, ValueError, IndexError):
         pass
     total, free = memory.get("MemTotal"), memory.get("MemAvailable")
     try:  # a container may have less
-        limit = int((root / "sys/fs/cgroup/memory.max").read_text())
-        used = int((root / "sys/fs/cgroup/memory.current").read_text())
+        limit = int((root / "sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
+        used = int((root / "sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
         if total is not None and limit < total:
             total, free = limit, min(free or limit, limit - used)
     except (OSError, ValueError):

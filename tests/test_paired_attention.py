@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from dllm_jax import attention, layouts
+from dllm_jax import attention, layouts, platform
 from dllm_jax.cache import KVCache
 from kernels_pallas import (
     FOREVER,
@@ -431,10 +431,15 @@ def test_chosen_implementation_that_cannot_is_an_error():
         _attend(*inputs, "cuda")
 
 
+def _pretend_tpu(monkeypatch):
+    for module in (attention, platform):
+        monkeypatch.setattr(module, "target", lambda: ("tpu", "TPU v5 lite"))
+
+
 def test_auto_takes_the_kernel_on_a_tpu(monkeypatch):
     """The kernel where it can, XLA for what it refuses."""
     interpreted = functools.partial(paired_attention, interpret=True)
-    monkeypatch.setattr(attention, "_target", lambda: ("tpu", "TPU v5 lite"))
+    _pretend_tpu(monkeypatch)
     taken = []
 
     def record(q, *args, **kwargs):
@@ -456,7 +461,7 @@ def test_auto_takes_the_kernel_on_a_tpu(monkeypatch):
 
 def test_auto_leaves_a_sharded_program_to_xla(monkeypatch):
     """Over several devices the kernel runs inside shard_map only."""
-    monkeypatch.setattr(attention, "_target", lambda: ("tpu", "TPU v5 lite"))
+    _pretend_tpu(monkeypatch)
     inputs = _inputs(_Case("block_causal"))
     mesh = jax.sharding.AbstractMesh((2,), ("data",))
     with (
