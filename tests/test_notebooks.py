@@ -133,7 +133,7 @@ def test_speculation(tmp_path):
     assert speed["ar"] < 1 < min(speed[name] for name in ("block", "simsd", "s2d2", "leap"))
     # What is said of s2d2: the tokens of ar.
     assert rows["s2d2"].endswith("| 100.00")
-    assert kinds.count("image/png") == 1 + 4
+    assert kinds.count("image/png") == 1 + 5
 
 
 def test_convert(tmp_path, answer):
