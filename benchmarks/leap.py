@@ -202,8 +202,8 @@ def lookahead(model, problems) -> list[dict[str, Any]]:
             state = _with_next(model, state, after) if known else state
             seen.append(jax.tree.map(np.asarray, probe(state)))
         gather: dict[str, list[np.ndarray]] = {}
-        for now, after in pairwise(seen):
-            (p, copy, masked, informed, index), (later, _, still, _, place) = now, after
+        for (p, copy, masked, informed, index), following in pairwise(seen):
+            later, _, still, _, place = following
             both = masked & still & informed & (index == place)
             token = np.take_along_axis(final, index, axis=1)
             returned = both & np.take_along_axis(decided, index, axis=1)

@@ -11,6 +11,7 @@ where it belongs.
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import logging
@@ -352,21 +353,30 @@ def _join(chunks: list[Any], info: ParamInfo, place: Any) -> Any:
     if len(chunks) == 1:
         return jax.device_put(chunks[0], place)
 
-    def concatenate(*parts):
-        axis = info.chunk_axis
-        if not isinstance(parts[0], QArray):
-            return jnp.concatenate(parts, axis)
-        values = jnp.concatenate([part.values for part in parts], axis)
-        # The scale lacks an axis, which is behind the one that is cut or is axis 0.
-        own = scale_axes(info.contracts, len(info.shape)).index(axis)
-        scale = jnp.concatenate([part.scale for part in parts], own)
-        return QArray(values, scale, parts[0].dynamic)
-
-    joined = jax.jit(concatenate, out_shardings=place)(*chunks)
+    joined = _joiner(info.chunk_axis, info.contracts, len(info.shape), place)(*chunks)
     jax.block_until_ready(joined)
     for array in jax.tree.leaves(chunks):
         array.delete()
     return joined
+
+
+@functools.cache  # leaves of one shape share a program
+def _joiner(axis: int, contracts: int | None, ndim: int, place: Any) -> Callable:
+    def concatenate(*parts):
+        if not isinstance(parts[0], QArray):
+            return jnp.concatenate(parts, axis)
+        values = jnp.concatenate([part.values for part in parts], axis)
+        # The scale lacks an axis, which is behind the one that is cut or is axis 0.
+        own = scale_axes(contracts, ndim).index(axis)
+        scale = jnp.concatenate([part.scale for part in parts], own)
+        return QArray(values, scale, parts[0].dynamic)
+
+    return jax.jit(concatenate, out_shardings=place)
+
+
+@functools.cache  # chunks of one shape share a program
+def _quantizer(axis: int, where: QArray) -> Callable:
+    return jax.jit(lambda x: quantize(x, axis, where.dynamic), out_shardings=where)
 
 
 def export_checkpoint(
@@ -421,9 +431,7 @@ def _quantize_there(weight: jax.Array, info: ParamInfo, place: QArray) -> QArray
     where = jax.tree.map(
         lambda x, p: fitting(p, x.shape), shapes.replace(dynamic=place.dynamic), place
     )
-    quantized = jax.jit(
-        lambda x: quantize(x, info.contracts, place.dynamic), out_shardings=where
-    )(weight)
+    quantized = _quantizer(info.contracts, where)(weight)
     jax.block_until_ready(quantized)
     weight.delete()
     return quantized

@@ -230,7 +230,8 @@ def load(
       mask_id: overrides the mask id (HF directories only).
       mesh: sizes of the axes data (rows of a batch), tensor (heads, feed-forward and
         vocabulary) and expert, as "data=2,tensor=4" or a dict; or a mesh of
-        `sharding.make_mesh`. Each device, and each host, reads its own part.
+        `sharding.make_mesh`. Of a converted directory each device, and each host, reads
+        its own part; of a Hugging Face directory each host reads all, leaf by leaf.
       divided: False puts the whole model on every device of the mesh (a small drafter
         whose target is divided).
       quant: of the weights: "none", "int8" (approximate; half of bfloat16's memory and

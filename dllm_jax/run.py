@@ -134,7 +134,9 @@ class Run:
         self._specs = None if model.mesh is None else model.specs
         self._whole_drafter = drafter is not None and not drafter.divided
         if drafter is not None:
-            self._params, self._pair = (model.params, drafter.params), drafter.config
+            self._params = model.params, drafter.params
+            # Drafters of one shape may differ in what their programs hold.
+            self._pair = drafter.config, drafter.kv_dtype, drafter.divided
             self._specs = model.mesh and (model.specs, drafter.specs)
         self._compile_seconds = self._decode_seconds = 0.0
         self._settings = place(model.mesh, traced_settings(request.settings), P())

@@ -21,6 +21,7 @@ from tiny import (
 from dllm_jax import generate, load
 from dllm_jax.decoding.base import DECODERS
 from dllm_jax.decoding.block import STRATEGIES as EVERY_STRATEGY
+from dllm_jax.model import Model
 from dllm_jax.request import plan
 from dllm_jax.settings import resolve_settings
 
@@ -236,6 +237,17 @@ def test_several_blocks_a_verification(target, drafters):
         [alone] = run([prompt], draft_blocks=3)
         assert alone.tokens == several.tokens
         assert alone.stats.positions == several.stats.positions
+
+
+def test_drafters_of_one_shape_have_programs_of_their_own(target, drafters):
+    """What a drafter keeps its keys in is part of the programs, not of their inputs."""
+    small, request = drafters["small"], {"max_new_tokens": 6, "block_length": 6}
+    other = Model(small.params, small.config, kv_dtype=jnp.int8)
+    generate(target, prompts_of(9), "simsd", draft_model=small, **request)
+    before = target.num_traces
+    generate(target, prompts_of(9), "simsd", draft_model=other, **request)
+    assert target.num_traces == before + 2
+    assert target.state.draft.cache.k.dtype == jnp.int8
 
 
 def test_a_mixture_of_experts_drafts_for_itself(golden_dir):
