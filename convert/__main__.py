@@ -21,7 +21,7 @@ from dllm_jax.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
-from dllm_jax.decode import Parser
+from dllm_jax.flags import Parser
 from dllm_jax.hf import CheckpointError, HFCheckpoint, count_bytes
 from dllm_jax.models import FAMILIES
 from dllm_jax.params import count_params

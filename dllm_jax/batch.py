@@ -24,9 +24,9 @@ import jax
 
 from dllm_jax.generate import check_models, encode_row
 from dllm_jax.model import Model
-from dllm_jax.prompts import Row
+from dllm_jax.prompts import Row, buckets_of
 from dllm_jax.request import Plan
-from dllm_jax.run import Output, Run, buckets_of
+from dllm_jax.run import Output, Run
 from dllm_jax.sharding import wait_for_all
 
 Finished = Callable[[int, Output | None], None]
@@ -58,6 +58,7 @@ def read_lines(path: Path, request: Plan, model_name: str) -> list[Line]:
         raise ValueError(f"input={str(path)!r}: {error.strerror or error}.") from None
     asked = json.dumps([model_name, request.describe()], default=str).encode()
     asked += repr((request.stop, request.stop_ids, request.chat, request.trace)).encode()
+    asked += repr(request.logprobs).encode()
     lines = []
     for number, text in enumerate(raw.split(b"\n"), start=1):
         if not text.strip():

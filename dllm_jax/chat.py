@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 
 from dllm_jax.conversation import Conversation
-from dllm_jax.decode import (
+from dllm_jax.flags import (
     Parser,
     add_generation_flags,
     add_model_flags,
@@ -186,10 +186,15 @@ def _run(args: argparse.Namespace) -> None:
         seed = (args.seed + conversation.asked) % 2**32
         turn = dataclasses.replace(request, seed=seed)
         said, out = _answer(model, turn, ids, drafter, console)
-        if out is not None:
-            say(_summary(out, request))
-        else:
-            say("interrupted" if said else "interrupted: nothing was said, nothing is kept")
+        try:
+            if out is not None:
+                say(_summary(out, request))
+            elif said:
+                say("interrupted")
+            else:
+                say("interrupted: nothing was said, nothing is kept")
+        except KeyboardInterrupt:  # it came when the answer had just ended
+            print(file=sys.stderr)
         if out is not None or said:
             conversation.answered(said)
 

@@ -83,6 +83,7 @@ def generate(
     batch_size: int | None = None,
     draft_model: Model | None = None,
     trace: bool = False,
+    logprobs: str | None = None,
     **settings: Any,
 ) -> list[Output]:
     """Decodes a batch of prompts; row i does not depend on the other rows.
@@ -108,6 +109,10 @@ def generate(
       trace: whether each `Output.trace` tells, for every slot that was unmasked (those
         behind the end too): slot, token, text, forward, confidence, and the name of the
         decoder's rule that chose it.
+      logprobs: what each `Output.logprobs` has for every token, in nats: "commit", by the
+        distribution that the decoder took the token from, in the forward that unmasked it
+        (the log of `Output.confidence`); "rescored", by the finished text, as
+        `token_log_probs` (more forwards, which no count includes); "both"; None.
       **settings: the decoder's settings, by name or alias.
 
     Returns:
@@ -127,6 +132,7 @@ def generate(
         preset=preset,
         steps=steps,
         trace=trace,
+        logprobs=logprobs,
         **settings,
     )
     return _run_checked(model, request, prompts, batch_size, draft_model)
@@ -142,6 +148,7 @@ def infill(
     preset: str | None = None,
     batch_size: int | None = None,
     trace: bool = False,
+    logprobs: str | None = None,
     **settings: Any,
 ) -> list[Output]:
     """Fills the holes of texts in place; every hole sees the text on both sides.
@@ -160,6 +167,7 @@ def infill(
       preset: as `generate`.
       batch_size: rows decoded at once; all of them if None.
       trace: as `generate`.
+      logprobs: as `generate`; 0 for given tokens.
       **settings: the decoder's settings, by name or alias.
 
     Returns:
@@ -168,7 +176,8 @@ def infill(
     Raises:
       ValueError: for a wrong setting or prompt, in one line.
     """
-    given = {"marker": marker, "seed": seed, "preset": preset, "trace": trace}
+    given = {"marker": marker, "seed": seed, "preset": preset}
+    given |= {"trace": trace, "logprobs": logprobs}
     request = plan_infill(model.config, decoder, **given, **settings)
     return _run_checked(model, request, prompts, batch_size)
 

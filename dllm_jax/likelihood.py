@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 from dllm_jax import layouts
 from dllm_jax.config import ModelConfig
 from dllm_jax.model import Model
-from dllm_jax.prompts import Prompt, no_masks, token_ids
-from dllm_jax.run import bucket
+from dllm_jax.prompts import Prompt, bucket, no_masks, token_ids
 from dllm_jax.sharding import place
 from dllm_jax.tokenizer import Tokenizer
 
@@ -555,11 +554,30 @@ def log_likelihood(
     ]
 
 
-def _single_masks(start: int, length: int) -> _Masks:
-    """Each target token alone is masked, and scored."""
-    for scored in range(start, length):
-        here = np.arange(length) == scored
-        yield here, here.astype(np.float64)
+def _token_rows(
+    config: ModelConfig, ids: Sequence[int], prompt_length: int, scored: np.ndarray
+) -> Iterator[ScoredRow]:
+    """Rows whose values, in order, are log-probabilities of the tokens that are scored.
+
+    Args:
+      config: the model.
+      ids: the text, n tokens.
+      prompt_length: as of `make_row`.
+      scored: bool `[n]`.
+    """
+    if config.attention == "bidirectional":  # each alone, among all the others
+        masks, block_length = (np.arange(len(ids)) == i for i in np.nonzero(scored)[0]), None
+    else:
+        masks, block_length = iter([scored]), 1
+    for masked in masks:
+        yield make_row(
+            config,
+            ids,
+            masked,
+            masked.astype(np.float64),
+            prompt_length=prompt_length,
+            block_length=block_length,
+        )
 
 
 def token_log_probs(
@@ -594,27 +612,35 @@ def token_log_probs(
     config = model.config
     _check_settings(config, 1, batch_size, None, 0.0, "random")
     pairs = _encode_pairs(model, prompts, targets, chat)
-    bidirectional = config.attention == "bidirectional"
 
     def rows_of(prompt: list[int], target: list[int]) -> Iterator[ScoredRow]:
         ids, start = prompt + target, len(prompt)
-        masks = _single_masks(start, len(ids))
-        if not bidirectional:
-            scored = np.arange(len(ids)) >= start
-            masks = iter([(scored, scored.astype(np.float64))])
-        for masked, weight in masks:
-            yield make_row(
-                config,
-                ids,
-                masked,
-                weight,
-                prompt_length=start,
-                block_length=None if bidirectional else 1,
-            )
+        return _token_rows(config, ids, start, np.arange(len(ids)) >= start)
 
     rows = (row for pair in pairs for row in rows_of(*pair))
-    scores = iter(score_rows(model, rows, batch_size=batch_size))
+    bidirectional = config.attention == "bidirectional"
     counts = [len(target) if bidirectional else 1 for _, target in pairs]
+    scores = iter(score_rows(model, rows, batch_size=batch_size))
     return [
         np.concatenate([next(scores) for _ in range(count)]).tolist() for count in counts
     ]
+
+
+def rescore(model: Model, ids: Sequence[int], scored: np.ndarray) -> np.ndarray:
+    """`token_log_probs` of some tokens of one finished text, whose ids are known to be good.
+
+    Args:
+      model: from `load`.
+      ids: the text, n tokens without masks.
+      scored: bool `[n]`, which tokens.
+
+    Returns:
+      float64 `[n]`, nats; 0 where nothing is scored.
+    """
+    values = np.zeros(len(ids))
+    if scored.any():
+        start = int(np.argmax(scored))
+        rows = list(_token_rows(model.config, ids, start, scored))
+        size = min(8, 1 << (len(rows) - 1).bit_length())
+        values[scored] = np.concatenate(score_rows(model, rows, batch_size=size))
+    return values

@@ -1,4 +1,7 @@
-"""From prompts to rows of token ids: text, chat templates, ids, and texts with holes."""
+"""From prompts to rows of token ids: text, chat templates, ids, and texts with holes.
+
+And the lengths that rows are padded to.
+"""
 
 import operator
 import re
@@ -19,6 +22,17 @@ class Row(NamedTuple):
     start: int  # first slot to fill
     end: int  # one past the last slot to fill
     shown: int  # first slot to return
+
+
+def bucket(size: int) -> int:
+    """The length that a program is compiled for: the next multiple of 64, 256 or 1024."""
+    unit = 64 if size <= 1024 else 256 if size <= 8192 else 1024
+    return -(-max(size, 1) // unit) * unit
+
+
+def buckets_of(rows: Sequence[Row]) -> tuple[int, int]:
+    """Slots of the prompts and of the canvas that rows need, in whole buckets."""
+    return bucket(max(len(row.ids) for row in rows)), bucket(max(row.end for row in rows))
 
 
 def encode_prompt(

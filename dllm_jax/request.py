@@ -18,6 +18,7 @@ from dllm_jax.settings import (
 )
 
 MAX_NEW_TOKENS = 128
+LOGPROBS = ("commit", "rescored", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Plan:
     chat: bool | None
     marker: str | None = None  # of holes, for infilling; max_new_tokens then is 0
     trace: bool = False
+    logprobs: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """The resolved settings, for printing."""
@@ -59,6 +61,7 @@ def plan(
     preset: str | None = None,
     steps: int | None = None,
     trace: bool = False,
+    logprobs: str | None = None,
     **settings: Any,
 ) -> Plan:
     """Checks a request against a model's config. Arguments as `generate`."""
@@ -96,9 +99,12 @@ def plan(
         )
     if not isinstance(trace, bool):
         raise ValueError(f"{trace=} must be True or False.")
+    if logprobs not in (None, *LOGPROBS):
+        raise ValueError(f"{logprobs=} must be None or one of {', '.join(LOGPROBS)}.")
     seed = seeds if isinstance(seed, list | tuple) else seed
     ids = tuple(ids)
-    return Plan(method, resolved, max_new_tokens, seed, stops, ids, chat, trace=trace)
+    more = {"trace": trace, "logprobs": logprobs}
+    return Plan(method, resolved, max_new_tokens, seed, stops, ids, chat, **more)
 
 
 def plan_infill(

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 from dllm_jax.cache import KVCache
 from dllm_jax.decoding import loop
 from dllm_jax.decoding.base import UNDECIDED, DecodeInputs, DecodeState, ModelFns
+from dllm_jax.likelihood import rescore
 from dllm_jax.model import Model
 from dllm_jax.params import param_shapes, weight_bytes
-from dllm_jax.prompts import Row
+from dllm_jax.prompts import Row, buckets_of
 from dllm_jax.request import Plan
 from dllm_jax.settings import (
     traced_settings,
@@ -51,16 +52,11 @@ class Output:
     confidence: list[float]  # of each token, when it was unmasked; 1 if it was given
     unmask_forward: list[int]  # which of the row's denoising forwards unmasked it; -1 ..
     trace: list[dict[str, Any]] | None = None  # one record a slot, if asked for
+    logprobs: dict[str, list[float]] | None = None  # of each token, if asked for, nats
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict with exactly these fields."""
         return dataclasses.asdict(self)
-
-
-def bucket(size: int) -> int:
-    """The length that a program is compiled for: the next multiple of 64, 256 or 1024."""
-    unit = 64 if size <= 1024 else 256 if size <= 8192 else 1024
-    return -(-max(size, 1) // unit) * unit
 
 
 def _batch_inputs(
@@ -370,7 +366,25 @@ class Run:
             confidence=confidence.tolist(),
             unmask_forward=unmask_forward.tolist(),
             trace=self._trace(row) if request.trace else None,
+            logprobs=self._logprobs(row, tokens, confidence, unmask_forward),
         )
+
+    def _logprobs(
+        self, row: int, tokens: list[int], confidence: np.ndarray, forward: np.ndarray
+    ) -> dict[str, list[float]] | None:
+        """Log-probabilities of a row's tokens, by when they were taken; JSON-ready."""
+        asked, found = self._request.logprobs, {}
+        if asked in ("commit", "both"):
+            # JSON has no infinity: what is less than the smallest number counts as that.
+            least = np.finfo(np.float32).tiny
+            found["commit"] = np.log(np.maximum(confidence, least)).tolist()
+        if asked in ("rescored", "both"):
+            begin = self._rows[row].shown
+            ids = [*self._rows[row].ids[:begin], *tokens]
+            scored = np.zeros(len(ids), bool)
+            scored[begin:] = forward != UNDECIDED
+            found["rescored"] = rescore(self._model, ids, scored)[begin:].tolist()
+        return found or None
 
     def _trace(self, row: int) -> list[dict[str, Any]]:
         """What was unmasked, in order of slots; JSON-ready."""
@@ -390,8 +404,3 @@ class Run:
             }
             for slot in slots
         ]
-
-
-def buckets_of(rows: Sequence[Row]) -> tuple[int, int]:
-    """Slots of the prompts and of the canvas that rows need, in whole buckets."""
-    return bucket(max(len(row.ids) for row in rows)), bucket(max(row.end for row in rows))

@@ -151,21 +151,40 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_session(talk, model, monkeypatch, 
     assert out.split("\n")[1] == answer(model, *turns)
 
 
+def test_ctrl_c_right_after_an_answer_keeps_the_session(talk, model, monkeypatch):
+    whole, calls = chat._summary, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(chat, "_summary", interrupted)
+    code, out, _ = talk([FIRST, SECOND])
+    assert code == 0 and len(calls) == 2
+    said = answer(model, FIRST)
+    assert out.split("\n")[:2] == [said, answer(model, FIRST, said, SECOND)]
+
+
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
 def test_a_terminal_is_left_as_it_was():
     """Typing, Ctrl-C at the prompt and in an answer, and Ctrl-D."""
     argv = ("dllm_jax.chat", "--decoder", "ar", "--compile-cache", "none")
     with Terminal(*argv) as terminal:
+        # A prompt is shown when its line can be typed; before, the terminal is another.
         terminal.wait_for(r"/help lists")
         terminal.wait_for(r"> ")
-        terminal.ctrl_c()
-        terminal.wait_for(r"Ctrl-D ends the session")
+        terminal.ctrl_c_until(r"Ctrl-D ends the session")
+        terminal.wait_for(r"> ")
         terminal.type(FIRST + "\r")
         terminal.wait_for(r"Buying")
         terminal.ctrl_c()
         terminal.wait_for(r"interrupted|tokens in")  # it may have been quicker
+        terminal.wait_for(r"> ")
         terminal.type("/reset\r")
         terminal.wait_for(r"is forgotten")
+        terminal.wait_for(r"> ")
         terminal.type("\x04")
         assert terminal.end() == 0
         assert "Traceback" not in terminal.shown

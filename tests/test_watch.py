@@ -44,7 +44,7 @@ def run(capsys, monkeypatch, model):
         monkeypatch.setenv("TERM", "xterm")
         if terminal:
             monkeypatch.setenv("FORCE_COLOR", "1")
-        monkeypatch.setattr("dllm_jax.decode.load", lambda *args, **options: model)
+        monkeypatch.setattr("dllm_jax.flags.load", lambda *args, **options: model)
         argv = ("--compile-cache", "none", "--prompt", PROMPT, *argv)
         code = main([*argv, "--max-new-tokens", "48"])
         captured = capsys.readouterr()
