@@ -135,7 +135,8 @@ def _export(directory: Path, destination: Path, console: Console) -> None:
     print(f"{destination}: {sidecar.family} in {sidecar.dtype}, {size:,} bytes")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = Parser(
         prog="python -m convert",
         description="Convert a Hugging Face checkpoint to Orbax, strictly and atomically; "
@@ -160,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     # A job that is told to end cleans up as an interrupted one does.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(stderr=True)

@@ -132,7 +132,7 @@ def read_finished(path: Path, lines: Sequence[Line]) -> dict[int, str]:
             raise ValueError(
                 f"output={str(path)!r}: line {number} is not of a run of this program."
             ) from None
-        if keys.get(line) != key:
+        if type(line) is not int or keys.get(line) != key:
             raise ValueError(
                 f"output={str(path)!r}: line {number} is of another prompt, model or "
                 "setting than this run's; resume=True goes on with the same ones."

@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.hf import CheckpointError, HFCheckpoint, export_leaves, read_json
+from dllm_jax.models import FAMILIES
 from dllm_jax.params import (
     ParamInfo,
     Params,
@@ -101,10 +102,20 @@ def read_sidecar(directory: Path) -> Sidecar:
         values["checksums"] = {k: [*v] for k, v in values["checksums"].items()}
         if values["dtype"] not in DTYPES:
             raise ValueError(f"dtype={values['dtype']!r}")
+        if values["family"] not in FAMILIES:
+            raise ValueError(f"family={values['family']!r}")
+        for file in values["tokenizer_files"]:
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"{file!r} among tokenizer_files")
         if values.get("quant", "none") not in QUANTS:
             raise ValueError(f"quant={values['quant']!r}")
-        return Sidecar(**values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        sidecar = Sidecar(**values)
+        for leaf, info in leaf_paths(sidecar.config).items():
+            count = len(info.chunk_starts(sidecar.chunk_numbers))
+            if len(sidecar.checksums[leaf]) != count:
+                raise ValueError(f"{leaf} has not the checksums of {count} chunks")
+        return sidecar
+    except (LookupError, TypeError, ArithmeticError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{directory / SIDECAR} is damaged: {error}.") from None
 
 
@@ -244,11 +255,8 @@ def _host_chunks(
 ) -> Iterator[tuple[slice, dict[str, np.ndarray] | str]]:
     """A leaf chunk by chunk: what was saved, or what is wrong with it."""
     info, place = leaf_paths(sidecar.config)[leaf], leaf_places(sidecar.config, None)[leaf]
-    dtype, known = DTYPES[sidecar.dtype], sidecar.checksums.get(leaf, [])
+    dtype, known = DTYPES[sidecar.dtype], sidecar.checksums[leaf]
     parts = info.chunks(sidecar.chunk_numbers)
-    if len(parts) != len(known):
-        yield parts[0], f"{leaf} has {len(known)} checksums for {len(parts)} chunks"
-        return
     for number, (part, checksum) in enumerate(zip(parts, known, strict=True)):
         shapes = leaf_shapes(info.cut(part), dtype, sidecar.quant)
         placed = jax.tree.map(

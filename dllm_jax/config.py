@@ -16,8 +16,20 @@ _SIZES = (
     "max_positions",
     "block_length",
 )
+_MOE_SIZES = ("num_experts", "experts_per_token", "ffw_dim", "num_groups")
+_MOE_SIZES += ("groups_per_token",)
+_MOST, _MOST_FLOAT = 2**31, 1e38  # what int32 and float32 do not hold
 _FLOATS = ("rope_theta", "norm_eps", "rotary_fraction", "scale")
 _SWITCHES = ("tied_head", "normalise", "selection_bias")
+
+
+def _check_sizes(config: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or not 1 <= value < _MOST:
+            raise ValueError(
+                f"{name}={value!r} must be a whole number of at least 1, below 2**31."
+            )
 
 
 def _wrong_kind(field: str, value: Any) -> str | None:
@@ -26,12 +38,12 @@ def _wrong_kind(field: str, value: Any) -> str | None:
     if field in _SWITCHES:
         return None if type(value) is bool else "true or false"
     if field in _FLOATS:
-        return None if number and value > 0 else "a number above 0"
+        return None if number and 0 < value < _MOST_FLOAT else "a number above 0"
     if field == "mask_id":  # its range is the vocabulary, checked by the config
         return None if type(value) is int else "a whole number"
     least = 1 if field in _SIZES else 0
-    right = type(value) is int and value >= least
-    return None if right else f"a whole number of at least {least}"
+    right = type(value) is int and least <= value < _MOST
+    return None if right else f"a whole number of at least {least}, below 2**31"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +62,7 @@ class MoEConfig:
     selection_bias: bool = False  # a bias that counts for the choice, not for the weight
 
     def __post_init__(self):
+        _check_sizes(self, _MOE_SIZES)
         if self.num_experts % self.num_groups:
             raise ValueError(
                 f"num_experts={self.num_experts} is not a multiple of "
@@ -96,10 +109,7 @@ class ModelConfig:
     bos_id: int | None = None
 
     def __post_init__(self):
-        for name in _SIZES:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        _check_sizes(self, _SIZES)
         if not 0 <= self.dense_layers < self.num_layers:
             raise ValueError(
                 f"dense_layers={self.dense_layers} must be in [0, {self.num_layers})."

@@ -21,6 +21,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
@@ -264,8 +265,8 @@ def _write_outputs(
         shown = ["" if request.marker else _prompt_text(model, p) for p in prompts]
         cells = [make_cells(out, model.tokenizer) for out in outputs]
         traces = list(zip(shown, cells, strict=True))
-        settings = (f"{name}={value}" for name, value in request.describe().items())
-        path.write_text(trace_page(traces, " ".join(settings)), encoding="utf-8")
+        settings = [f"{name}={value}" for name, value in request.describe().items()]
+        path.write_text(trace_page(traces, settings), encoding="utf-8")
 
     def picture(path):
         figure = plots.order_maps(outputs, model.tokenizer)
@@ -293,7 +294,11 @@ def _check_files(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path is None:
             continue
-        if path.exists() and not (name == "output" and args.resume):
+        try:
+            exists = path.exists()
+        except OSError as error:  # a name that is too long
+            raise ValueError(f"{name}={str(path)!r}: {error.strerror}.") from None
+        if exists and not (name == "output" and args.resume):
             raise ValueError(f"{name}={str(path)!r} exists: choose another file.")
         if not os.access(path.resolve().parent, os.W_OK):
             raise ValueError(f"{name}={str(path)!r}: the directory cannot be written.")
@@ -319,6 +324,15 @@ def _check_watch(args: argparse.Namespace, num_prompts: int, console: Console) -
         )
     if not console.is_terminal or console.is_dumb_terminal:
         raise ValueError(f"watch={args.watch} needs a terminal: stderr is none.")
+
+
+def _waiting(console: Console) -> Progress:
+    """Shows on a terminal how long it takes: the first run of a length compiles."""
+    columns = SpinnerColumn(), "compiling and decoding ...", TimeElapsedColumn()
+    shown = console.is_terminal and not console.quiet
+    bar = Progress(*columns, console=console, transient=True, disable=not shown)
+    bar.add_task("")
+    return bar
 
 
 def _stream(model: Model, request: Plan, prompt: Prompt, drafter: Model | None) -> Output:
@@ -471,7 +485,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.watch is not None:
             outputs = [_watch(model, request, prompts[0], drafter, console, args.watch)]
         else:
-            with console.status("compiling and decoding ..."):
+            with _waiting(console):
                 outputs = run_plan(model, request, prompts, draft_model=drafter)
         for out in outputs if jax.process_index() == 0 else []:
             print(json.dumps(out.to_dict(), ensure_ascii=False) if args.json else out.text)

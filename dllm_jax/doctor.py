@@ -459,11 +459,11 @@ def _missing_device(wanted: str, report: dict[str, Any]) -> str | None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"doctor: {message} (see --help)\n")
+        self.exit(2, f"doctor: {' '.join(message.splitlines())} (see --help)\n")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = _Parser(
         prog="python -m dllm_jax.doctor",
         description="Say what this machine has, what is wrong with it, which models fit.",
@@ -476,7 +476,12 @@ def main(argv: list[str] | None = None) -> int:
         help="exit with 2 unless jax sees one of these",
     )
     parser.add_argument("--json", action="store_true", help="the same as a JSON object")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = make_parser().parse_args(argv)
     report = examine()
     if args.device != "auto":
         missing = _missing_device(args.device, report)

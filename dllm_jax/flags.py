@@ -28,7 +28,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake and exits with 2."""
-        self.exit(2, f"{self.prog.split('.')[-1]}: {message} (see --help)\n")
+        name = self.prog.split(".")[-1].split()[-1]
+        self.exit(2, f"{name}: {' '.join(message.splitlines())} (see --help)\n")
 
 
 def usual_names(argv: Sequence[str] | None) -> list[str]:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ from safetensors.numpy import save_file
 
 from dllm_jax.config import Family, ModelConfig
 from dllm_jax.models import FAMILIES, resolve_family
-from dllm_jax.params import Params, get_leaf, leaf_dtype, leaf_paths, leaf_shapes
+from dllm_jax.params import (
+    ParamInfo,
+    Params,
+    get_leaf,
+    leaf_dtype,
+    leaf_paths,
+    leaf_shapes,
+)
 from dllm_jax.quantize import QArray, quantize
 
 _DTYPES = {
@@ -44,7 +52,13 @@ TOKENIZER_FILES = (
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, with everything that is wrong with it."""
+    """A checkpoint that cannot be used, with everything that is wrong with it.
+
+    One line, whatever the names in it are.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.splitlines()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +95,13 @@ def read_json(path: Path) -> dict[str, Any]:
         if raw.startswith(_LFS_MARK):
             raise CheckpointError(f"{path} is {_POINTER}")
         value = json.loads(raw.decode("utf-8"))
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist.") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, an endless number
         raise CheckpointError(f"{path} is not readable JSON: {error}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object.")
@@ -247,6 +263,14 @@ class HFCheckpoint:
         generation_path = directory / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
         try:
+            tokenizer = _tokenizer_ids(directory)
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{directory}: the tokenizer's files are damaged: {error}."
+            ) from None
+        try:
             self.family: Family = (
                 resolve_family(hf_config) if family is None else FAMILIES[family]
             )
@@ -254,7 +278,7 @@ class HFCheckpoint:
                 hf_config,
                 self.family,
                 generation,
-                _tokenizer_ids(directory),
+                tokenizer,
                 name=name or directory.resolve().name,
                 mask_id=mask_id,
             )
@@ -265,10 +289,16 @@ class HFCheckpoint:
         self.tokenizer_files = tuple(
             file for file in TOKENIZER_FILES if (directory / file).is_file()
         )
-        self.sources = source_tensors(self.config, self.family)
         self.tensors: dict[str, Tensor] = {}
         problems = self._read_headers()
-        problems += self._compare()
+        described = _count_sources(self.config)
+        if described > 10 * len(self.tensors) + 100_000:
+            problems.append(
+                f"it describes {described:,} tensors, the files have {len(self.tensors):,}."
+            )
+        else:
+            self.sources = source_tensors(self.config, self.family)
+            problems += self._compare()
         if problems:
             raise CheckpointError(
                 f"{directory} is no {self.family.name} checkpoint as its config "
@@ -283,7 +313,7 @@ class HFCheckpoint:
                 if stream.read(len(_LFS_MARK)) == _LFS_MARK:
                     problems.append(f"{file} is {_POINTER}")
         names, weight_map = _shard_names(self.directory)
-        absent = [name for name in names if not (self.directory / name).is_file()]
+        absent = [n for n in names if not os.path.isfile(self.directory / n)]
         if absent:
             problems.append(
                 f"{len(absent)} of {len(names)} weight files that the index names are "
@@ -431,13 +461,24 @@ class HFCheckpoint:
             raise CheckpointError(f"{name} {cause}.")
 
 
+def _stacked(info: ParamInfo) -> int:
+    """How many leading axes of a leaf published checkpoints take apart."""
+    return [axis in ("layers", "experts") for axis in info.axes].count(True)
+
+
+def _count_sources(config: ModelConfig) -> int:
+    """About how many tensors a published checkpoint has, without naming them."""
+    leaves = leaf_paths(config).values()
+    return sum(math.prod(info.shape[: _stacked(info)]) for info in leaves)
+
+
 def source_tensors(config: ModelConfig, family: Family) -> dict[str, Source]:
     """Every tensor of a published checkpoint of this config, by name."""
     dense = config.dense_layers if config.moe else 0
     sources: dict[str, Source] = {}
     for leaf, info in leaf_paths(config).items():
         pattern = family.tensors[leaf]
-        stacked = [axis in ("layers", "experts") for axis in info.axes].count(True)
+        stacked = _stacked(info)
         shape = info.shape[stacked:]
         transpose = len(shape) == 2 and leaf not in family.untransposed
         published = shape[::-1] if transpose else shape

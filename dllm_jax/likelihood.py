@@ -566,7 +566,10 @@ def _token_rows(
       scored: bool `[n]`.
     """
     if config.attention == "bidirectional":  # each alone, among all the others
-        masks, block_length = (np.arange(len(ids)) == i for i in np.nonzero(scored)[0]), None
+        masks, block_length = (
+            (np.arange(len(ids)) == i for i in np.nonzero(scored)[0]),
+            None,
+        )
     else:
         masks, block_length = iter([scored]), 1
     for masked in masks:
@@ -627,7 +630,7 @@ def token_log_probs(
 
 
 def rescore(model: Model, ids: Sequence[int], scored: np.ndarray) -> np.ndarray:
-    """`token_log_probs` of some tokens of one finished text, whose ids are known to be good.
+    """`token_log_probs` of some tokens of a finished text, whose ids are known to be good.
 
     Args:
       model: from `load`.

@@ -188,7 +188,7 @@ def resolve_model_path(name: str) -> Path:
     if name in DEMO_MODELS:
         return Path(str(resources.files("dllm_jax") / "data" / name))
     path = Path(name)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path's own, false for a name that is too long
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
         hint = f"; for a hub id, run `python -m convert {name} DIR` first" if hub else ""
         raise ValueError(

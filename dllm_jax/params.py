@@ -80,15 +80,19 @@ class ParamInfo:
         """Along which axis the leaf may be cut: not one that a scale is taken over."""
         return 1 if self.contracts == 0 else 0
 
+    def chunk_starts(self, most_numbers: int) -> range:
+        """Where pieces along `chunk_axis` begin; see `chunks`."""
+        length = self.shape[self.chunk_axis]
+        each = max(most_numbers * length // max(math.prod(self.shape), 1), 1)
+        return range(0, length, each // 256 * 256 or each)
+
     def chunks(self, most_numbers: int) -> list[slice]:
         """Pieces along `chunk_axis` of at most so many numbers, or of one index each.
 
         Long ones are whole multiples of 256, so that devices can divide them too.
         """
-        length = self.shape[self.chunk_axis]
-        each = max(most_numbers * length // max(math.prod(self.shape), 1), 1)
-        each = each // 256 * 256 or each
-        return [slice(i, min(i + each, length)) for i in range(0, length, each)]
+        starts = self.chunk_starts(most_numbers)
+        return [slice(i, min(i + starts.step, starts.stop)) for i in starts]
 
     def cut(self, part: slice) -> "ParamInfo":
         """The leaf as a chunk of it looks."""

@@ -5,6 +5,7 @@ And the lengths that rows are padded to.
 
 import operator
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -119,7 +120,8 @@ def token_ids(
     except TypeError:
         whole = False
     if not whole:
-        raise ValueError(f"{name} {tokens!r} must be a text or a list of token ids.")
+        shown = reprlib.repr(tokens).replace("\n", "")
+        raise ValueError(f"{name} {shown} must be a text or a list of token ids.")
     bad = [i for i in ids if not 0 <= i < config.vocab_size]
     if bad:
         raise ValueError(

@@ -46,7 +46,16 @@ class Tokenizer:
 
         The mask token's text is encoded as ordinary characters: a prompt must not have
         holes by accident.
+
+        Raises:
+          ValueError: if the text has half a surrogate pair, as of bytes that are no UTF-8.
         """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text has half a character at {error.start}: it was not UTF-8."
+            ) from None
         pieces = [text]
         for mask_text in self._mask_texts:
             # Cut behind the first character of each occurrence: no piece contains it.

@@ -69,16 +69,23 @@ def _span(cell: Cell, colours: dict[str, str]) -> str:
     )
 
 
+def _about(settings: Sequence[str]) -> str:
+    if not settings:
+        return ""
+    first, *rest = map(_escape, settings)
+    return f'<details class="small"><summary>{first}</summary>{" ".join(rest)}</details>'
+
+
 def trace_page(
     traces: Sequence[tuple[str, Sequence[Cell]]],
-    subtitle: str = "",
+    settings: Sequence[str] = (),
     title: str = "dllm_jax",
 ) -> str:
     """The page's HTML. It needs no other file; without scripts it shows the final text.
 
     Args:
       traces: prompt and cells of each output.
-      subtitle: such as the settings.
+      settings: the first is shown, the others when it is opened.
       title: of the page.
     """
     cells = [cell for _, row in traces for cell in row]
@@ -98,7 +105,7 @@ def trace_page(
     )
     values = {
         "TITLE": _escape(title),
-        "SUBTITLE": _escape(subtitle),
+        "ABOUT": _about(settings),
         "LAST": str(last),
         "LEGEND": legend,
         "UNSURE": _colour(0.0),
@@ -134,7 +141,7 @@ section { border-top: 1px solid #ddd; }
 </head>
 <body>
 <h1>@TITLE@</h1>
-<p class="small">@SUBTITLE@</p>
+@ABOUT@
 <nav><button id="play" type="button">Play</button>
 <input id="at" type="range" min="0" max="@LAST@" value="@LAST@" aria-label="forward">
 <output id="count">after forward @LAST@ of @LAST@</output></nav>

@@ -229,10 +229,10 @@ def test_links(page):
 
 
 def known_flags() -> set[str]:
-    from convert.__main__ import _parser
+    from convert.__main__ import make_parser as make_convert_parser
     from dllm_jax.decode import make_parser
 
-    parsers = make_parser(), _parser()
+    parsers = make_parser(), make_convert_parser()
     flags = {f for p in parsers for a in p._actions for f in a.option_strings}
     paths = list((ROOT / "benchmarks").glob("*.py"))
     paths += [ROOT / "dllm_jax" / f"{name}.py" for name in ("train", "chat", "doctor")]

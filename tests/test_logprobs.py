@@ -46,7 +46,8 @@ def test_both_are_what_they_are_called(models, family, decoder):
         assert before.logprobs is None and before.tokens == out.tokens
         assert before.stats.forwards == out.stats.forwards
         assert list(out.logprobs) == ["commit", "rescored"]
-        np.testing.assert_allclose(out.logprobs["commit"], np.log(out.confidence), rtol=1e-6)
+        commit = np.log(out.confidence)
+        np.testing.assert_allclose(out.logprobs["commit"], commit, rtol=1e-6)
         np.testing.assert_allclose(out.logprobs["rescored"], values, atol=1e-4)
         assert json.loads(json.dumps(out.to_dict()))["logprobs"] == out.logprobs
 

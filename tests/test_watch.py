@@ -235,7 +235,7 @@ def test_a_page_escapes_and_shows_labels():
         Cell(nasty, 0, 0.25, "rule <i>"),
         Cell("@SECTIONS@", 2, 1.0, "verify"),
     ]
-    text = trace_page([("<p> prompt", cells)], subtitle="a=<1>")
+    text = trace_page([("<p> prompt", cells)], settings=["decoder=<1>", "a=<2>"])
     page = Page(text)
     assert page.texts["t"] == [nasty.replace("\x1b", "\ufffd"), "@SECTIONS@"]
     assert page.texts["given"] == ["<p> prompt", "given "]
