@@ -259,14 +259,15 @@ def measure(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
         depth = config.embed_dim
         if width == config.embed_dim:
             depth = config.moe.ffw_dim // tensor
-        moved = 2.0 * (read * depth * width + rows * (depth + width))
+        size = 2.0 if case.quant == "none" else 1.0
+        moved = size * read * depth * width + 2.0 * rows * (depth + width)
         # A tile of rows is multiplied whole for every expert that it has rows of.
         flops = 2.0 * depth * width * (choices + read * min(rows, 128))
         at_best = max(moved / chip.bandwidth, flops / chip.flops)
         return Cost(moved, at_best + 2e-6)
 
     def kernel(one: Instruction) -> Cost | None:
-        if one.name.startswith("gmm"):
+        if one.name.startswith("grouped_product"):
             return experts(one)
         if not one.name.startswith("paired_attention"):
             return None

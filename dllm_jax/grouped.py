@@ -2,22 +2,18 @@
 
 On TPU, XLA computes `jax.lax.ragged_dot` by multiplying all rows with the matrices of all
 groups and masking, by its own estimates for v5e: with 256 experts that is 256 times the
-work as soon as rows are many. JAX's own kernel (megablox) reads a group's matrix once for
-each tile of its rows, and not at all if it has none.
+work as soon as rows are many. The kernel of `kernels_pallas` reads a group's matrix once
+for each tile of its rows, and not at all if it has none.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from dllm_jax.platform import refuse_kernels
 from dllm_jax.quantize import QArray
-
-_LANES = 128
-_MOST_ROWS = 128  # of a tile
-_MOST_WEIGHTS = 2**20  # numbers of a tile, 2 MiB in bfloat16, two of them at a time
+from kernels_pallas import can_group, grouped_product
 
 
 def grouped_matmul(
@@ -42,28 +38,22 @@ def grouped_matmul(
     Returns:
       `[M, F]`.
     """
-    kernel = not isinstance(weight, QArray) and (interpret is not None or _can(weight))
-    if not kernel:
+    quantised = isinstance(weight, QArray)
+    values = weight.values if quantised else weight
+    if interpret is None and not _can(values, rows.dtype):
         own = jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), weight
         )
         return _without_kernel(rows, own, sizes, group)
-    count, (layers, experts, depth, width) = rows.shape[0], weight.shape
-    # The groups of the other layers are empty.
-    all_sizes = jax.lax.dynamic_update_slice(
-        jnp.zeros((layers * experts,), jnp.int32), sizes, (layer * experts,)
-    )
-    tile = min(_MOST_ROWS, -(-count // 16) * 16)
-    padded = jnp.pad(rows, ((0, -count % tile), (0, 0)))
-    out = gmm(
-        padded,
-        weight.reshape(-1, depth, width),
-        all_sizes,
-        preferred_element_type=rows.dtype,
-        tiling=(tile, *_weight_tile(depth, width)),
+    _, experts, depth, width = values.shape
+    return grouped_product(
+        rows,
+        values.reshape(-1, depth, width),
+        weight.scale.reshape(-1, width) if quantised else None,
+        sizes,
+        layer * experts,
         interpret=bool(interpret),
     )
-    return out[:count]
 
 
 def _without_kernel(
@@ -82,22 +72,10 @@ def _without_kernel(
     return (out * weight.scale[jnp.minimum(group, last)]).astype(rows.dtype)
 
 
-def _can(weight: jax.Array) -> bool:
+def _can(weight: jax.Array, dtype: Any) -> bool:
     """Whether the kernel can do this product in this program."""
     try:
         refuse_kernels()
     except NotImplementedError:
         return False
-    return not (weight.shape[-2] % _LANES or weight.shape[-1] % _LANES)
-
-
-def _weight_tile(depth: int, width: int) -> tuple[int, int]:
-    """Tile of a `[D, F]` matrix: all of D if it may be, and as much of F as fits."""
-
-    def largest(size: int, most: int) -> int:
-        """The largest divisor in whole lanes; all of it where it has none."""
-        fits = (n for n in range(_LANES, size + 1, _LANES) if size % n == 0 and n <= most)
-        return max(fits, default=size)
-
-    tile = largest(depth, 2048)
-    return tile, largest(width, max(_MOST_WEIGHTS // tile, _LANES))
+    return can_group(weight, dtype)

@@ -1,9 +1,11 @@
-"""Attention over [cached prefix | fresh tokens] under one visibility rule.
+"""Attention over [cached prefix | fresh tokens] under one visibility rule, and the grouped
+products of experts.
 
 This package depends on JAX alone and never imports `dllm_jax`.
 """
 
 from kernels_pallas.block_sizes import BlockSizes
+from kernels_pallas.grouped_product import can_group, grouped_product
 from kernels_pallas.paired_attention import (
     PackedFields,
     attention_cost,
@@ -31,6 +33,8 @@ __all__ = (
     "TokenFields",
     "attend_reference",
     "attention_cost",
+    "can_group",
+    "grouped_product",
     "pack_fields",
     "pack_key_fields",
     "paired_attention",

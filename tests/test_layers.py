@@ -10,6 +10,7 @@ import pytest
 
 from dllm_jax.grouped import grouped_matmul
 from dllm_jax.layers import apply_rope, rms_norm, rope_tables, swiglu
+from dllm_jax.quantize import dequantize, quantize
 
 _bfloat16 = ml_dtypes.bfloat16
 _norm = jax.jit(rms_norm, static_argnums=2)
@@ -156,18 +157,34 @@ def test_swiglu():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("sizes", [[3, 0, 40, 5, 0, 0, 1, 11], [0] * 7 + [60], [0] * 8])
-def test_grouped_products(sizes):
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [3, 0, 40, 5, 0, 0, 1, 11],
+        [0] * 7 + [60],
+        [0] * 8,
+        [130, 0, 126, 0, 1, 127, 0, 300],  # several tiles, borders in and between them
+        [1] * 8,
+    ],
+)
+def test_grouped_products(sizes, quantised):
     """The kernel of TPUs against one product a row; groups may be empty, rows left over."""
     rng = np.random.default_rng(0)
-    rows = rng.normal(size=(60, 256)).astype(np.float32)
+    count = max(sum(sizes), 60)
+    rows = rng.normal(size=(count, 256)).astype(np.float32)
     weight = rng.normal(size=(2, 8, 256, 384)).astype(np.float32)
     group = np.repeat(np.arange(8), sizes).astype(np.int32)
     inside = len(group)
-    group = np.pad(group, (0, 60 - inside), constant_values=8)
-    given = (rows, weight, np.int32(1), np.array(sizes, np.int32), group)
+    group = np.pad(group, (0, count - inside), constant_values=8)
+    given = jnp.asarray(weight)
+    if quantised:
+        given = quantize(given, -2)
+        weight = np.asarray(dequantize(given, -2, np.float32))
     want = np.einsum("md,mdf->mf", rows[:inside], weight[1, group[:inside]])
+    others = map(jnp.asarray, (np.int32(1), np.array(sizes, np.int32), group))
+    others = tuple(others)
     for interpret in (None, True):
-        got = grouped_matmul(*map(jnp.asarray, given), interpret=interpret)
-        assert got.shape == (60, 384)
+        got = grouped_matmul(jnp.asarray(rows), given, *others, interpret=interpret)
+        assert got.shape == (count, 384)
         np.testing.assert_allclose(got[:inside], want, rtol=1e-4, atol=1e-3)

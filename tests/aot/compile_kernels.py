@@ -1,4 +1,4 @@
-"""Compiles the attention kernel alone for every TPU generation; prints JSON."""
+"""Compiles each kernel alone for every TPU generation; prints JSON."""
 
 import json
 import sys
@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from kernels_pallas import BlockSizes, CachedKV, TokenFields, paired_attention
+from kernels_pallas import (
+    BlockSizes,
+    CachedKV,
+    TokenFields,
+    grouped_product,
+    paired_attention,
+)
 
 # tokens, slots, key heads, group, head_dim, dtype, int8 cache
 _CASES = (
@@ -48,12 +54,39 @@ def _compile(device, tokens, slots, kv_heads, group, head_dim, dtype, quantised)
     return temporary / sum(x.size * x.dtype.itemsize for x in cache)
 
 
+# rows, matrices, their depth and width, dtype, int8 matrices
+_GROUPED_CASES = (
+    (512, 256, 2048, 512, "bfloat16", False),
+    (40, 256, 512, 2048, "bfloat16", True),
+    (512, 64, 4096, 1536, "float32", True),
+)
+
+
+def _compile_grouped(device, rows, count, depth, width, dtype, quantised) -> float:
+    """Temporaries of one case, three layers, as a share of its matrices."""
+    placed = SingleDeviceSharding(device)
+
+    def array(*shape, of=dtype):
+        return jax.ShapeDtypeStruct(shape, of, sharding=placed)
+
+    weight = array(3 * count, depth, width, of="int8" if quantised else dtype)
+    scale = array(3 * count, width, of="float32") if quantised else None
+    sizes, first = array(count, of="int32"), array(of="int32")
+    lowered = jax.jit(grouped_product).lower(
+        array(rows, depth), weight, scale, sizes, first
+    )
+    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    return temporary / (weight.size * weight.dtype.itemsize)
+
+
 def main() -> None:
     """Compiles every case for every chip."""
     report = {}
     for name, chip in CHIPS.items():
         topology = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology)
-        report[name] = [_compile(topology.devices[0], *case) for case in _CASES]
+        device = topology.devices[0]
+        report[name] = [_compile(device, *case) for case in _CASES]
+        report[name] += [_compile_grouped(device, *case) for case in _GROUPED_CASES]
     print(json.dumps(report))
 
 

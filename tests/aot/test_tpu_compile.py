@@ -35,7 +35,7 @@ def _run(script: str, *args: str) -> str:
     return result.stdout
 
 
-def test_the_kernel_compiles_for_every_generation():
+def test_the_kernels_compile_for_every_generation():
     report = json.loads(_run("tests/aot/compile_kernels.py").splitlines()[-1])
     assert sorted(report) == ["v4", "v5e", "v5p", "v6e", "v7x"]
     assert max(max(shares) for shares in report.values()) < 0.1
