@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from dllm_jax.checkpoint import (
     DTYPES,
+    SIDECAR,
     export_checkpoint,
     read_sidecar,
     verify_checkpoint,
@@ -75,6 +76,8 @@ def _dtype_name(source: HFCheckpoint) -> str:
 def _convert(args: argparse.Namespace, console: Console) -> None:
     started = time.perf_counter()
     directory, revision = _fetch(args.source, args.revision)
+    if (directory / SIDECAR).exists():
+        raise CheckpointError(f"{directory} is converted already.")
     name = None if Path(args.source).is_dir() else args.source
     source = HFCheckpoint(directory, args.family, args.mask_id, name)
     dtype = args.dtype or _dtype_name(source)
@@ -123,7 +126,8 @@ def _verify(directory: Path) -> None:
     sidecar = verify_checkpoint(directory)
     print(
         f"{directory}: {sidecar.family}, {count_params(sidecar.config):,} parameters, "
-        f"{sidecar.dtype}, every checksum agrees"
+        f"{sidecar.dtype}{'' if sidecar.quant == 'none' else ' and ' + sidecar.quant}, "
+        "every checksum agrees"
     )
 
 
@@ -144,7 +148,11 @@ def make_parser() -> argparse.ArgumentParser:
         "DIR DST` writes it in Hugging Face layout.",
     )
     parser.add_argument("source", help="directory, hub id (org/name), `verify`, `export`")
-    parser.add_argument("destination", type=Path, help="new directory")
+    parser.add_argument(
+        "destination",
+        type=Path,
+        help="new directory; of `verify` and `export` the converted one",
+    )
     parser.add_argument("exported", type=Path, nargs="?", help="new directory of `export`")
     parser.add_argument(
         "--quant",

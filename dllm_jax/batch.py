@@ -64,36 +64,32 @@ def read_lines(path: Path, request: Plan, model_name: str) -> list[Line]:
         if not text.strip():
             continue
         key = f"{zlib.crc32(text.strip(), zlib.crc32(asked)):08x}"
-        name = prompt = problem = None
-        try:
-            name, prompt = _parse(text)
-        except ValueError as error:
-            problem = str(error)
-        lines.append(Line(number, name, prompt, problem, key))
+        lines.append(Line(number, *_parse(text), key))
     if not lines:
         raise ValueError(f"input={str(path)!r} has no lines.")
     return lines
 
 
-def _parse(text: bytes) -> tuple[Any, Any]:
-    """The id and the prompt of a line; raises ValueError."""
+def _parse(text: bytes) -> tuple[Any, Any, str | None]:
+    """The id and the prompt of a line, and what is wrong with it or None."""
     try:
         value = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+        return None, None, f"not UTF-8 at byte {error.start}"
     except RecursionError:
-        raise ValueError("not JSON: nested too deeply") from None
+        return None, None, "not JSON: nested too deeply"
     except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from None
+        return None, None, f"not JSON: {error}"
     name = None
     if isinstance(value, dict):
-        if unknown := value.keys() - {"prompt", "id"}:
-            raise ValueError(f"unknown field {min(unknown)!r}: prompt and id are known")
-        name, value = value.get("id"), value.get("prompt")
+        name, unknown = value.get("id"), value.keys() - {"prompt", "id"}
+        if unknown:
+            return name, None, f"unknown field {min(unknown)!r}: prompt and id are known"
+        value = value.get("prompt")
     ids = isinstance(value, list) and all(type(token) is int for token in value)
     if not isinstance(value, str) and not ids:
-        raise ValueError("the prompt must be a text or a list of token ids")
-    return name, value
+        return name, None, "the prompt must be a text or a list of token ids"
+    return name, value, None
 
 
 def _record(line: Line, output: Output | None, error: str | None) -> str:

@@ -15,11 +15,14 @@ from rich.console import Console
 
 from dllm_jax.conversation import Conversation
 from dllm_jax.flags import (
+    ALL,
     Parser,
     add_generation_flags,
     add_model_flags,
+    as_typed,
     check_draft_flags,
     given_settings,
+    helped_decoder,
     load_models,
     set_up_jax,
     usual_names,
@@ -36,8 +39,8 @@ _COMMANDS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+def make_parser(listed: str | None = ALL) -> argparse.ArgumentParser:
+    """The command line; `listed` is the decoder whose settings `--help` lists."""
     parser = Parser(
         prog="python -m dllm_jax.chat",
         description="Talk with a diffusion language model. Each line of stdin is a turn; "
@@ -47,8 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_flags(parser)
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", metavar="TEXT", help="told before everything else")
-    group.add_argument("--quiet", action="store_true", help="nothing on stderr")
-    add_generation_flags(parser)
+    group.add_argument("--quiet", action="store_true", help="only mistakes on stderr")
+    add_generation_flags(parser, listed)
     return parser
 
 
@@ -129,8 +132,9 @@ def _answer(
 def _summary(out: Output, request: Plan) -> str:
     stats = out.stats
     seconds = max(stats.decode_seconds, 1e-9)
+    plural = "" if stats.generated_tokens == 1 else "s"
     text = (
-        f"{stats.generated_tokens} tokens in {stats.forwards['total']} forwards, "
+        f"{stats.generated_tokens} token{plural} in {stats.forwards['total']} forwards, "
         f"{stats.generated_tokens / seconds:.0f} tokens/s without compilation"
     )
     if out.finish_reason == "length":
@@ -201,11 +205,13 @@ def _run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = make_parser().parse_args(usual_names(argv))
+    argv = usual_names(argv)
+    parser = make_parser(helped_decoder(argv))
+    args = parser.parse_args(argv)
     try:
         _run(args)
     except ValueError as error:
-        print(f"chat: {error}", file=sys.stderr)
+        print(f"chat: {as_typed(str(error), parser)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

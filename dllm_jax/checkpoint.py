@@ -88,6 +88,11 @@ class Sidecar:
 
 def read_sidecar(directory: Path) -> Sidecar:
     """Reads a sidecar; raises CheckpointError if it is not one of ours."""
+    if not (directory / SIDECAR).exists() and (directory / "config.json").exists():
+        raise CheckpointError(
+            f"{directory} is a Hugging Face checkpoint, not a converted one (it has no "
+            f"{SIDECAR})."
+        )
     values = read_json(directory / SIDECAR)
     version = values.pop("format_version", None)
     if version != FORMAT_VERSION:

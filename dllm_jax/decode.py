@@ -30,11 +30,14 @@ from rich.table import Table
 from dllm_jax import plots, watch
 from dllm_jax.batch import decode_file, read_lines
 from dllm_jax.flags import (
+    ALL,
     Parser,
     add_generation_flags,
     add_model_flags,
+    as_typed,
     check_draft_flags,
     given_settings,
+    helped_decoder,
     load_models,
     set_up_jax,
     usual_names,
@@ -49,8 +52,12 @@ from dllm_jax.trace_page import make_cells, trace_page
 _SAMPLE_SEED = 7
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line; decoder flags come from the decoders' settings."""
+def make_parser(listed: str | None = ALL) -> argparse.ArgumentParser:
+    """The command line; decoder flags come from the decoders' settings.
+
+    Args:
+      listed: the decoder whose settings `--help` lists; `ALL`, or None for none.
+    """
     parser = Parser(
         prog="python -m dllm_jax.decode",
         description="Decode prompts with a diffusion language model.",
@@ -58,8 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_model_flags(parser)
     _add_prompt_flags(parser)
-    add_generation_flags(parser)
     _add_output_flags(parser)
+    add_generation_flags(parser, listed)
     return parser
 
 
@@ -154,7 +161,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw which forward unmasked each token (a new file; needs matplotlib)",
     )
-    group.add_argument("--quiet", action="store_true", help="nothing on stderr")
+    group.add_argument("--quiet", action="store_true", help="only mistakes on stderr")
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -299,7 +306,12 @@ def _check_files(args: argparse.Namespace) -> None:
         except OSError as error:  # a name that is too long
             raise ValueError(f"{name}={str(path)!r}: {error.strerror}.") from None
         if exists and not (name == "output" and args.resume):
-            raise ValueError(f"{name}={str(path)!r} exists: choose another file.")
+            other = "choose another file"
+            if args.input is not None:
+                other += ", or --resume to go on with what it has"
+            raise ValueError(f"{name}={str(path)!r} exists: {other}.")
+        if not path.resolve().parent.is_dir():
+            raise ValueError(f"{name}={str(path)!r}: there is no such directory.")
         if not os.access(path.resolve().parent, os.W_OK):
             raise ValueError(f"{name}={str(path)!r}: the directory cannot be written.")
         if path.resolve() in names:
@@ -488,7 +500,12 @@ def _run(args: argparse.Namespace) -> int:
             with _waiting(console):
                 outputs = run_plan(model, request, prompts, draft_model=drafter)
         for out in outputs if jax.process_index() == 0 else []:
-            print(json.dumps(out.to_dict(), ensure_ascii=False) if args.json else out.text)
+            text = out.text
+            if args.json:
+                text = json.dumps(out.to_dict(), ensure_ascii=False)
+            elif model.tokenizer is None:
+                text = ",".join(map(str, out.tokens))  # as --prompt-ids takes them
+            print(text)
     if jax.process_index() == 0:
         _write_outputs(args, model, request, prompts, outputs)
     _print_stats(console, outputs)
@@ -507,7 +524,9 @@ def _leave(args: argparse.Namespace, error: Exception) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = make_parser().parse_args(usual_names(argv))
+    argv = usual_names(argv)
+    parser = make_parser(helped_decoder(argv))
+    args = parser.parse_args(argv)
     try:
         return _run(args)
     except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -517,14 +536,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             _leave(args, error)
         if not isinstance(error, ValueError):
             raise
-        print(f"decode: {error}", file=sys.stderr)
+        print(f"decode: {as_typed(str(error), parser)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader has gone: nothing more to say, not even at interpreter exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print("decode: interrupted", file=sys.stderr)
+        kept = ""
+        if args.input is not None and args.output is not None and args.output.exists():
+            kept = f"; {args.output} has what was finished, --resume goes on"
+        print(f"decode: interrupted{kept}", file=sys.stderr)
         return 1
 
 

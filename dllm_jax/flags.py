@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import difflib
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +31,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the mistake and exits with 2."""
         name = self.prog.split(".")[-1].split()[-1]
-        self.exit(2, f"{name}: {' '.join(message.splitlines())} (see --help)\n")
+        hint = self._meant(message.partition("unrecognized arguments: ")[2])
+        self.exit(2, f"{name}: {' '.join(message.splitlines())}{hint} (see --help)\n")
+
+    def _meant(self, unknown: str) -> str:
+        """What an argument that is not known may have been meant to be."""
+        flags = [name for action in self._actions for name in action.option_strings]
+        first = unknown.partition("=")[0].partition(" ")[0]
+        if unknown and not first.startswith("-") and "--prompt" in flags:
+            return "; a prompt goes behind --prompt"
+        close = difflib.get_close_matches(first, flags, n=1)
+        return f"; did you mean {close[0]}?" if close else ""
 
 
 def usual_names(argv: Sequence[str] | None) -> list[str]:
@@ -107,8 +119,38 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_generation_flags(parser: argparse.ArgumentParser) -> None:
-    """How it decodes: the decoder, and every decoder's settings."""
+def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
+    """A message of the library with switches as they are typed: --fold for fold=True."""
+    known = {name for action in parser._actions for name in action.option_strings}
+
+    def typed(found: re.Match) -> str:
+        name = _flag(("no_" if found[2] == "False" else "") + found[1])
+        return name if name in known else found[0]
+
+    return re.sub(r"\b(\w+)=(True|False)\b", typed, message)
+
+
+def helped_decoder(argv: Sequence[str]) -> str | None:
+    """The decoder on a command line, by which `--help` chooses what it lists."""
+    values = [
+        after if arg == "--decoder" else arg.removeprefix("--decoder=")
+        for arg, after in zip(argv, [*argv[1:], ""], strict=True)
+        if arg.partition("=")[0] == "--decoder"
+    ]
+    return values[-1] if values else None
+
+
+ALL = "all"
+"""Stands for every decoder where the settings of one may be listed."""
+
+
+def add_generation_flags(parser: argparse.ArgumentParser, listed: str | None) -> None:
+    """How it decodes: the decoder, and every decoder's settings.
+
+    Args:
+      parser: to add them to.
+      listed: the decoder whose settings `--help` lists; `ALL`, or None for none.
+    """
     group = parser.add_argument_group("generation")
     summaries = "; ".join(f"{d.name}: {d.summary}" for d in DECODERS.values())
     group.add_argument(
@@ -140,9 +182,12 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         help="denoising steps in all, spread evenly over the blocks",
     )
 
-    group = parser.add_argument_group("decoder settings (in brackets: who takes it)")
+    group = parser.add_argument_group(
+        "decoder settings",
+        "--decoder NAME --help lists those of a decoder" if listed is None else None,
+    )
     for name, users in _shared_settings().items():
-        _add_setting(group, name, users)
+        _add_setting(group, name, users, listed)
 
 
 def _shared_settings() -> dict[str, dict[str, dataclasses.Field]]:
@@ -154,21 +199,21 @@ def _shared_settings() -> dict[str, dict[str, dataclasses.Field]]:
     return shared
 
 
-def _add_setting(group: Any, name: str, users: dict[str, dataclasses.Field]) -> None:
+def _add_setting(
+    group: Any, name: str, users: dict[str, dataclasses.Field], listed: str | None
+) -> None:
     """One flag for a setting that several decoders may take, each in its own way."""
     fields = list(users.values())
     kind = fields[0].metadata["kind"]
     choices = _union(fields, "choices")
-    allowed = f"; one of {', '.join(choices)}" if choices else ""
-    default = fields[0].default
-    same = default is not None and all(field.default == default for field in fields)
-    users_text = f"{', '.join(users)}{f', default {default}' if same else ''}"
-    text = f"{fields[0].metadata['help']}{allowed} ({users_text})"
     options: dict[str, Any] = {
         "dest": f"setting_{name}",
         "default": None,
-        "help": text.replace("%", "%%"),
+        "help": argparse.SUPPRESS,
     }
+    if listed == ALL or listed in users:
+        own = users if listed == ALL else {listed: users[listed]}
+        options["help"] = _describe(own).replace("%", "%%")
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif choices:
@@ -176,6 +221,17 @@ def _add_setting(group: Any, name: str, users: dict[str, dataclasses.Field]) -> 
     else:
         options |= {"type": kind, "metavar": kind.__name__.upper()}
     group.add_argument(_flag(name), *map(_flag, _union(fields, "aliases")), **options)
+
+
+def _describe(users: dict[str, dataclasses.Field]) -> str:
+    """The help of a setting, with what decoders that are listed have in common."""
+    fields = list(users.values())
+    choices, default = _union(fields, "choices"), fields[0].default
+    about = ", ".join(users) if len(users) > 1 else ""
+    if default is not None and all(field.default == default for field in fields):
+        about += f"{', ' * bool(about)}default {default}"
+    allowed = f"; one of {', '.join(choices)}" if choices else ""
+    return f"{fields[0].metadata['help']}{allowed}{f' ({about})' if about else ''}"
 
 
 def _flag(name: str) -> str:
@@ -211,9 +267,9 @@ def set_up_jax(args: argparse.Namespace) -> None:
     _join(args)
     try:
         jax.devices()
-    except RuntimeError as error:
-        line = str(error).splitlines()[0]
-        raise ValueError(f"device={args.device!r} is not there: {line}") from None
+    except (RuntimeError, AssertionError) as error:  # the latter without a CUDA plugin
+        line = next(iter(str(error).splitlines()), "jax has no such devices")
+        raise ValueError(f"device={args.device!r} is not there: {line}.") from None
     if args.compile_cache == "none":
         jax.config.update("jax_enable_compilation_cache", False)
         return

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.model import Model
+from dllm_jax.model import Model, check_loaded
 from dllm_jax.prompts import MARKER, Prompt, Row, encode_holes, encode_prompt
 from dllm_jax.request import Plan, check_drafter, plan, plan_infill
 from dllm_jax.run import Output, Run
@@ -37,6 +37,7 @@ def _encode_all(model: Model, request: Plan, prompts: Sequence[Prompt]) -> list[
 
 def check_models(model: Model, request: Plan, drafter: Model | None) -> None:
     """`check_drafter` for loaded models, which must be on one mesh."""
+    check_loaded(drafter, "draft_model")
     check_drafter(model.config, request, None if drafter is None else drafter.config)
     if drafter is not None and drafter.mesh != model.mesh:
         raise ValueError("draft_model must be loaded with the model's mesh.")
@@ -121,6 +122,7 @@ def generate(
     Raises:
       ValueError: for a wrong setting or prompt, in one line.
     """
+    check_loaded(model)
     request = plan(
         model.config,
         decoder,
@@ -176,6 +178,7 @@ def infill(
     Raises:
       ValueError: for a wrong setting or prompt, in one line.
     """
+    check_loaded(model)
     given = {"marker": marker, "seed": seed, "preset": preset}
     given |= {"trace": trace, "logprobs": logprobs}
     request = plan_infill(model.config, decoder, **given, **settings)
@@ -252,6 +255,7 @@ def stream(
     Pieces never end inside a character and join to `generate`'s text. Arguments as
     `generate`, but for `batch_size`; wrong settings raise at once.
     """
+    check_loaded(model)
     request = plan(model.config, decoder, **arguments)
     check_models(model, request, draft_model)
     pieces = stream_plan(model, request, prompt, draft_model)

@@ -582,6 +582,7 @@ def export_leaves(
         if len(shards) > 1:
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(tensors, directory / file, metadata={"format": "pt"})
+        _share(directory / file)
         weight_map |= dict.fromkeys(names, file)
         progress(file, sum(map(size, names)))
     if len(shards) > 1:
@@ -590,6 +591,13 @@ def export_leaves(
         (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     text = json.dumps(hf_config(config, FAMILIES[family]), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _share(path: Path) -> None:
+    """Gives a file the usual mode; safetensors writes for its owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def export_hf(

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from dllm_jax import layouts
 from dllm_jax.config import ModelConfig
-from dllm_jax.model import Model
+from dllm_jax.model import Model, check_loaded
 from dllm_jax.prompts import Prompt, bucket, no_masks, token_ids
 from dllm_jax.sharding import place
 from dllm_jax.tokenizer import Tokenizer
@@ -522,6 +522,7 @@ def log_likelihood(
     Raises:
       ValueError: for a wrong setting, prompt or target, in one line.
     """
+    check_loaded(model)
     config = model.config
     _check_settings(config, num_samples, batch_size, block_length, cfg_scale, order)
     pairs = _encode_pairs(model, prompts, targets, chat)
@@ -612,6 +613,7 @@ def token_log_probs(
     Raises:
       ValueError: for a wrong prompt or target, in one line.
     """
+    check_loaded(model)
     config = model.config
     _check_settings(config, 1, batch_size, None, 0.0, "random")
     pairs = _encode_pairs(model, prompts, targets, chat)

@@ -131,6 +131,15 @@ class Model:
         return self._programs[full_key](*args)
 
 
+def check_loaded(model: Any, name: str = "model") -> None:
+    """Raises ValueError for the name of a model in place of a model."""
+    if isinstance(model, str | os.PathLike):
+        raise ValueError(
+            f"{name}={os.fspath(model)!r} must be a loaded model: dllm_jax.load("
+            f"{os.fspath(model)!r})."
+        )
+
+
 def check_pair(model: ModelConfig, drafter: ModelConfig) -> None:
     """Raises ValueError unless one model can draft for the other."""
     for name in ("vocab_size", "mask_id", "eos_ids", "attention", "logit_alignment"):

@@ -16,7 +16,7 @@ from dllm_jax.trace_page import make_cells
 def check_matplotlib() -> None:
     """Raises ValueError, in one line, if matplotlib is not there."""
     if find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'dllm-jax[eval]'.")
+        raise ValueError("plots need matplotlib: pip install matplotlib.")
 
 
 def _new_axes(width: float, height: float) -> Any:

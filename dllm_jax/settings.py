@@ -61,6 +61,9 @@ def canonical_names(decoder: Decoder, given: Mapping[str, Any]) -> dict[str, Any
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f" Did you mean {names[close[0]]}?" if close else ""
+            others = ", ".join(d.name for d in DECODERS.values() if _takes(d, name))
+            if others:
+                hint = f" Decoders that have it: {others}."
             raise ValueError(
                 f"{name}={value!r} is no setting of decoder {decoder.name!r}; it takes "
                 f"{', '.join(fields)}.{hint}"
@@ -69,6 +72,24 @@ def canonical_names(decoder: Decoder, given: Mapping[str, Any]) -> dict[str, Any
             raise ValueError(f"{names[name]} is given twice, once as an alias.")
         out[names[name]] = value
     return out
+
+
+def _takes(decoder: Decoder, name: str) -> bool:
+    fields = setting_fields(decoder)
+    return name in fields or any(name in f.metadata["aliases"] for f in fields.values())
+
+
+def decoders_for(config: ModelConfig) -> list[str]:
+    """The decoders that a model can be decoded with, by their default settings."""
+
+    def suits(decoder: Decoder) -> bool:
+        try:
+            decoder.resolve(decoder.settings(), config)
+        except ValueError:
+            return False
+        return True
+
+    return [name for name, decoder in DECODERS.items() if suits(decoder)]
 
 
 def _checked(field: dataclasses.Field, value: Any) -> Any:
@@ -108,7 +129,9 @@ def resolve_settings(
     try:
         return decoder.resolve(decoder.settings(**values), config)
     except ValueError as error:
-        raise ValueError(f"decoder {decoder.name!r}: {error}") from None
+        known = decoders_for(config)
+        hint = "" if decoder.name in known else f" Those that fit it: {', '.join(known)}."
+        raise ValueError(f"decoder {decoder.name!r}: {error}{hint}") from None
 
 
 def describe_settings(settings: Any) -> dict[str, Any]:

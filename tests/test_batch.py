@@ -74,7 +74,7 @@ def test_bad_lines_are_named_and_stop_nothing(golden_dir, model, tmp_path, capsy
         b"",
         b'{"prompt": [4, 5], "id": {"deep": 1}}',
         b'{"prompt": [999999]}',
-        b'{"text": [1]}',
+        b'{"text": [1], "id": 6}',
         b'"\xff"',
         b'"a text"',
         b"[1.5]",
@@ -90,6 +90,7 @@ def test_bad_lines_are_named_and_stop_nothing(golden_dir, model, tmp_path, capsy
     records = {record["line"]: record for record in records_of(out)}
     assert list(records) == [1, 2, 4, 5, 6, 7, 8, 9, 10]
     assert records[4]["id"] == {"deep": 1} and len(records[4]["tokens"]) <= 4
+    assert records[6]["id"] == 6
     words = {2: "not JSON", 5: "999999", 6: "'text'", 7: "UTF-8", 8: "tokenizer"}
     words |= {9: "list of token ids", 10: "JSON"}
     for number, word in words.items():
@@ -177,7 +178,7 @@ def test_stop_strings_end_rows_of_a_file(tmp_path):
         (["--input", "empty.jsonl", "--output", "out.jsonl"], "has no lines"),
         (["--input", "in.jsonl", "--output", "out.jsonl", "--json"], "no --json"),
         (["--input", "in.jsonl", "--output", "out.jsonl", "--batch-size", "0"], "at least"),
-        (["--prompt", "a", "--resume"], "resume=True needs --input"),
+        (["--prompt", "a", "--resume"], "--resume needs --input"),
         (["--prompt", "a", "--batch-size", "2"], "batch_size=2 needs --input"),
         (["--prompt", "a", "--process-id", "1"], "process_id=1 needs --distributed"),
         (["--prompt", "a", "--distributed", "--process-id", "1"], "go together"),
@@ -191,3 +192,22 @@ def test_options_that_do_not_fit(options, words, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1, error
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_interrupted_run_says_how_to_go_on(golden_dir, tmp_path, monkeypatch, capsys):
+    """And so does another one that finds its output."""
+    source, out = write(tmp_path / "in.jsonl", prompts_of(3, 9)), tmp_path / "out.jsonl"
+    argv = ["--model", str(golden_dir / "sdar"), "--input", str(source)]
+    argv += ["--output", str(out), "--max-new-tokens", "4", "--compile-cache", "none"]
+
+    def interrupted(*args, **options):
+        out.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dllm_jax.decode.decode_file", interrupted)
+    assert main(argv) == 1
+    assert capsys.readouterr().err.endswith(
+        f"decode: interrupted; {out} has what was finished, --resume goes on\n"
+    )
+    assert main(argv) == 2
+    assert "or --resume to go on" in capsys.readouterr().err

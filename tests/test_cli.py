@@ -102,10 +102,13 @@ def test_prompt_file_and_ids(capsys, tmp_path):
         (["--top-k", "5"], ["top_k=5", "temperature"]),
         (["--decoder", "ar", "--block-length", "4"], ["block_length=4", "'ar'"]),
         (["--steps", "7"], ["steps=7"]),
+        (["--decoder", "wino"], ["'block_causal'", "Those that fit it: block, ar"]),
+        (["--model", "demo-llada", "--threshold", "1"], ["Decoders that have it: block"]),
+        (["--decoder", "s2d2", "--fold-verify"], ["--fold-verify needs --reuse-verified"]),
         (["--preset", "best"], ["preset='best'", "sdar-static"]),
-        (["--output", "no-such-dir/out.jsonl"], ["no-such-dir"]),
+        (["--output", "no-such-dir/out.jsonl"], ["no-such-dir", "no such directory"]),
         (["--json", "--stream"], ["stream"]),
-        (["--trace"], ["trace=True", "--json or --output"]),
+        (["--trace"], ["--trace needs", "--json or --output"]),
         (["--compile-cache", "/dev/null/x"], ["compile_cache="]),
     ],
 )
@@ -144,8 +147,42 @@ def test_help_has_groups(capsys):
         main(["--help"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
-    for word in ("model:", "generation:", "decoder settings", "output:", "--eb-threshold"):
+    for word in ("model:", "generation:", "decoder settings:", "output:"):
         assert word in out
+    assert "--decoder NAME --help lists those of a decoder" in out
+    assert "--threshold" not in out
+
+
+def test_help_of_a_decoder_lists_its_own_settings(capsys):
+    for argv in (["--decoder", "leap", "--help"], ["--help", "--decoder=leap"]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "--tau FLOAT" in out and "may be unmasked" not in out
+        assert "--small-block-size" not in out and "--eb-threshold" in out
+
+
+def test_a_model_without_a_tokenizer_prints_ids(golden_dir, capsys):
+    model = str(golden_dir / "sdar")
+    argv = ["--model", model, "--prompt-ids", "5,6,7", "--max-new-tokens", "4", "--quiet"]
+    code, out, _ = run(capsys, *argv)
+    [expected] = dllm_jax.generate(dllm_jax.load(model), [[5, 6, 7]], max_new_tokens=4)
+    assert code == 0 and expected.tokens
+    assert out == ",".join(map(str, expected.tokens)) + "\n"
+
+
+def test_names_in_place_of_models_are_told():
+    model, told = dllm_jax.load("demo"), r"must be a loaded model: dllm_jax.load\('demo"
+    for call in (
+        lambda: dllm_jax.generate("demo", PROMPT),
+        lambda: dllm_jax.stream("demo", PROMPT),
+        lambda: dllm_jax.infill("demo-llada", "[MASK]"),
+        lambda: dllm_jax.log_likelihood("demo", ["a"], ["b"]),
+        lambda: dllm_jax.generate(model, PROMPT, "simsd", draft_model="demo-draft"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call()
 
 
 def _process(*argv, **options):
@@ -179,10 +216,11 @@ def test_a_process_reads_stdin_and_uses_the_compilation_cache(tmp_path):
     assert programs() == compiled
 
 
-def test_a_tpu_that_is_not_there_is_an_error():
-    result = _process("--device", "tpu", "--prompt", PROMPT)
+@pytest.mark.parametrize("device", ["tpu", "gpu"])
+def test_a_device_that_is_not_there_is_an_error(device):
+    result = _process("--device", device, "--prompt", PROMPT)
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith("decode: device='tpu'")
+    assert result.stderr.splitlines()[-1].startswith(f"decode: device={device!r}")
 
 
 def test_stdin_that_is_a_file_object_without_descriptor(capsys, monkeypatch):

@@ -1680,7 +1680,18 @@ def test_verify_something_else(tmp_path, capsys):
         assert convert("verify", directory) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
-        says(err, (str(directory / "dllm.json"),))
+        says(err, (str(directory), "dllm.json"))
+    says(err, ("is a Hugging Face checkpoint, not a converted one",))
+
+
+def test_converted_already(copy, refusal):
+    says(refusal(copy), (str(copy), "converted already"))
+
+
+def test_verify_says_what_is_in_int8(tmp_path, success, capsys):
+    destination, _ = success(GOLDEN / "sdar", "--quant", "int8")
+    assert convert("verify", destination) == 0
+    says(capsys.readouterr().out, ("float32 and int8, every checksum",))
 
 
 def test_directory_called_verify(tmp_path, success, monkeypatch):
@@ -1740,6 +1751,9 @@ def test_export_is_the_source_again(golden_dir, tmp_path, monkeypatch, family, c
         )
     assert (len(list(out.glob("*.safetensors"))) > 1) == bool(chunk)
     assert (out / "model.safetensors.index.json").exists() == bool(chunk)
+    modes = {path.stat().st_mode & 0o777 for path in out.iterdir()}
+    (tmp_path / "usual").touch()
+    assert modes == {(tmp_path / "usual").stat().st_mode & 0o777}
     # What was exported converts to the same checkpoint.
     assert main([str(out), str(tmp_path / "again"), *more]) == 0
     one, two = (read_sidecar(tmp_path / name) for name in ("orbax", "again"))

@@ -336,4 +336,4 @@ def test_without_matplotlib(run, monkeypatch, tmp_path):
     code, _, err = run("--trace-png", str(tmp_path / "a.png"))
     assert code == 2
     last = err.splitlines()[-1]
-    assert "trace_png=" in last and "pip install 'dllm-jax[eval]'" in last
+    assert "trace_png=" in last and "pip install matplotlib" in last
