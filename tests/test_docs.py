@@ -4,6 +4,7 @@ Checkpoints that a page converts or decodes are not downloaded: the golden check
 same family, with a tokenizer of numbered words, stands for them.
 """
 
+import dataclasses
 import importlib
 import json
 import os
@@ -18,6 +19,10 @@ from pathlib import Path
 import jax
 import pytest
 from tiny import quick_compilation
+
+from dllm_jax import batch
+from dllm_jax.decoding.base import Forwards
+from dllm_jax.run import Output, Stats
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +49,7 @@ STANDS_FOR = {
 
 # Files of their own that pages ask their readers for.
 QUESTION = "Ana has 12 coins. She finds 7. She loses 4. How many coins does Ana have now?"
-FILES = {"question.txt": QUESTION, "p.jsonl": f'"{QUESTION}"\n[1, 2, 3]\n'}
+FILES = {"p.jsonl": f'"{QUESTION}"\n[1, 2, 3]\n'}
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -254,4 +259,14 @@ def test_flags_exist(page):
     text = re.sub(r"`--\[no-\]", "`--", page.read_text(encoding="utf-8"))
     found = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]", text))
     missing = {flag.replace("_", "-") for flag in found} - known_flags() - _FOREIGN
+    assert not missing
+
+
+def test_every_field_of_an_output_is_explained():
+    text = (ROOT / "docs" / "output.md").read_text(encoding="utf-8")
+    kinds = (Output, Stats, Forwards)
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    lines = [json.loads(batch._record(batch.Line(1, 2, None, "bad", "k"), None, "bad"))]
+    names |= {name for line in lines for name in line}
+    missing = {name for name in names if f"`{name}`" not in text}
     assert not missing
