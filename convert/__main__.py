@@ -4,11 +4,13 @@ Exit codes: 0 done, 2 for a mistake of the user (bad source, bad destination), 1
 """
 
 import argparse
+import contextlib
 import re
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +28,7 @@ from dllm_jax.flags import Parser
 from dllm_jax.hf import CheckpointError, HFCheckpoint, count_bytes
 from dllm_jax.models import FAMILIES
 from dllm_jax.params import count_params
+from dllm_jax.terminal import shown
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -98,28 +101,22 @@ def _convert(args: argparse.Namespace, console: Console) -> None:
     )
 
 
-class _progress:
+@contextlib.contextmanager
+def _progress(
+    console: Console, title: str, total: int
+) -> Iterator[Callable[[str, int], None]]:
     """A bar over bytes on stderr; the context gives the function that advances it."""
-
-    def __init__(self, console: Console, title: str, total: int):
-        self._bar = Progress(
-            "{task.description}",
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task(title, total=total)
-
-    def __enter__(self):
-        self._bar.start()
-        return lambda leaf, size: self._bar.update(
-            self._task, advance=size, description=f"{leaf:20}"
-        )
-
-    def __exit__(self, *exception):
-        self._bar.stop()
+    bar = Progress(
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(title, total=total)
+    with shown(bar):
+        yield lambda leaf, size: bar.update(task, advance=size, description=f"{leaf:20}")
 
 
 def _verify(directory: Path) -> None:

@@ -31,6 +31,7 @@ from dllm_jax.generate import stream_plan
 from dllm_jax.model import Model, load_config
 from dllm_jax.request import Plan, plan
 from dllm_jax.run import Output
+from dllm_jax.terminal import uninterrupted
 
 _COMMANDS = {
     "/reset": "forget the conversation (the system prompt stays)",
@@ -115,16 +116,19 @@ def _answer(
     said, out = [], None
     waiting = console.status("...")
     try:
-        waiting.start()
+        with uninterrupted():
+            waiting.start()
         for piece, last in stream_plan(model, request, ids, drafter):
-            waiting.stop()
+            with uninterrupted():
+                waiting.stop()
             print(piece, end="", flush=True)
             said.append(piece)
             out = last
     except KeyboardInterrupt:
         out = None
     finally:
-        waiting.stop()
+        with contextlib.suppress(KeyboardInterrupt), uninterrupted():
+            waiting.stop()
     print(flush=True)
     return "".join(said), out
 

@@ -47,6 +47,7 @@ from dllm_jax.model import DEMO_MODELS, Model, load_config
 from dllm_jax.prompts import MARKER, Prompt
 from dllm_jax.request import LOGPROBS, Plan, plan, plan_infill
 from dllm_jax.run import Output
+from dllm_jax.terminal import shown
 from dllm_jax.trace_page import make_cells, trace_page
 
 _SAMPLE_SEED = 7
@@ -338,11 +339,11 @@ def _check_watch(args: argparse.Namespace, num_prompts: int, console: Console) -
         raise ValueError(f"watch={args.watch} needs a terminal: stderr is none.")
 
 
-def _waiting(console: Console) -> Progress:
+def _clock(console: Console) -> Progress:
     """Shows on a terminal how long it takes: the first run of a length compiles."""
     columns = SpinnerColumn(), "compiling and decoding ...", TimeElapsedColumn()
-    shown = console.is_terminal and not console.quiet
-    bar = Progress(*columns, console=console, transient=True, disable=not shown)
+    off = console.quiet or not console.is_terminal
+    bar = Progress(*columns, console=console, transient=True, disable=off)
     bar.add_task("")
     return bar
 
@@ -433,7 +434,8 @@ def _decode_file(
     columns += (TimeElapsedColumn(), TimeRemainingColumn())
     shows = console.is_terminal and not args.quiet and jax.process_index() == 0
     started, tokens, forwards = time.perf_counter(), 0, 0
-    with Progress(*columns, console=console, disable=not shows) as bar:
+    bar = Progress(*columns, console=console, disable=not shows)
+    with shown(bar):
         task = bar.add_task("decoding", total=len(lines), speed="")
 
         def finished(number: int, output: Output | None) -> None:
@@ -497,7 +499,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.watch is not None:
             outputs = [_watch(model, request, prompts[0], drafter, console, args.watch)]
         else:
-            with _waiting(console):
+            with shown(_clock(console)):
                 outputs = run_plan(model, request, prompts, draft_model=drafter)
         for out in outputs if jax.process_index() == 0 else []:
             text = out.text

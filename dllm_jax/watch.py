@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dllm_jax.run import Output
+from dllm_jax.terminal import shown
 from dllm_jax.tokenizer import Tokenizer, token_pieces
 
 _MASK = "░"
@@ -82,7 +83,8 @@ def show(
     before: list[int] = []
     output: Output | None = None
     try:
-        with Live(console=console, auto_refresh=False, transient=True) as live:
+        live = Live(console=console, auto_refresh=False, transient=True)
+        with shown(live):
             for number, (tokens, last) in enumerate(frames):
                 shown_at, output = time.monotonic(), last
                 first, before = first or tokens, before or tokens

@@ -87,7 +87,8 @@ def test_a_probability_of_0_is_still_json():
     np.testing.assert_allclose(out.logprobs["commit"], [-87.3365] * 4, rtol=1e-6)
 
 
-def test_end_tokens_that_come_last_have_what_the_model_gives_them():
+def test_end_tokens_that_come_last_count_as_0():
+    """As the decoder counts them, which is what the confidence is."""
     table = np.zeros((VOCAB, VOCAB), np.float32)
     table[:, EOS] = 200.0
     model = ScriptedModel(
@@ -95,7 +96,8 @@ def test_end_tokens_that_come_last_have_what_the_model_gives_them():
     )
     more = {"max_new_tokens": 4, "stop_ids": [PAD], "confidence_eos_eot_inf": True}
     [out] = generate(model, PROMPT, "masked", logprobs="commit", **more)
-    assert out.tokens == [EOS] * 4 and out.logprobs == {"commit": [0.0] * 4}
+    assert out.tokens == [EOS] * 4 and out.confidence == [0.0] * 4
+    np.testing.assert_allclose(out.logprobs["commit"], [-87.3365] * 4, rtol=1e-6)
 
 
 def test_a_stop_string_cuts_them(models):

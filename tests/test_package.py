@@ -43,6 +43,7 @@ LAYERS = (
     "run",
     "generate",
     "batch",
+    "terminal",
     "trace_page",
     "plots",
     "watch",

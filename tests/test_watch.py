@@ -1,11 +1,13 @@
 """Seeing it denoise: the canvas in a terminal, the page that plays it, the pictures."""
 
+import concurrent.futures
 import dataclasses
 import html.parser
 import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 
 import jax
@@ -21,6 +23,7 @@ from dllm_jax.decode import main
 from dllm_jax.generate import watch_plan
 from dllm_jax.request import plan, plan_infill
 from dllm_jax.run import Output, Stats
+from dllm_jax.terminal import shown, uninterrupted
 from dllm_jax.trace_page import Cell, make_cells, trace_page
 
 PROMPT = "Tom has 8 apples. He buys 5 more. He gives 3 to Ana. How many apples are left?"
@@ -179,6 +182,43 @@ def test_ctrl_c_while_it_compiles_leaves_a_clean_terminal():
         assert terminal.shown.rstrip().endswith("decode: interrupted")
         assert "Traceback" not in terminal.shown
         assert terminal.is_clean
+
+
+@pytest.mark.parametrize("when", ["start", "shown", "stop"])
+def test_an_interrupt_leaves_no_display_half_begun(when):
+    said = []
+
+    class Display:
+        def start(self):
+            self._do("start")
+
+        def stop(self):
+            self._do("stop")
+
+        def _do(self, name):
+            if name == when:
+                signal.raise_signal(signal.SIGINT)
+            said.append(name)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), shown(Display()):
+        said.append("shown")
+        if when == "shown":
+            signal.raise_signal(signal.SIGINT)
+    assert said == ["start", *["shown"] * (when != "start"), "stop"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_displays_of_other_threads_are_shown():
+    said = []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: said.append(list(_uninterrupted()))).result()
+    assert said == [["inside"]]
+
+
+def _uninterrupted():
+    with uninterrupted():
+        yield "inside"
 
 
 # --- files ----------------------------------------------------------------------------

@@ -270,12 +270,12 @@ def _propose_from_logits(
     as_is = sampling.SamplingKnobs(jnp.float32(1.0), jnp.int32(0), jnp.float32(1.0))
     proposal = propose_each(settings, config, drawn_from, token_keys, as_is)
     counted = drawn_from if strategy in _SCHEDULED else logits
-    proposal = proposal._replace(confidence=probability(counted, proposal.token))
+    proposal = proposal._replace(
+        confidence=_confidence(settings, config, counted, proposal.token)
+    )
     if strategy == "random":
         return proposal, draw_each(jax.random.uniform, choice_keys)
     score = proposal.confidence
-    if settings.confidence_eos_eot_inf:
-        score = _confidence_without_ends(config, counted, proposal.token)
     if strategy == "topk_margin":
         score = sampling.margin(counted, config.mask_id)
     elif strategy == "entropy":
@@ -291,14 +291,16 @@ def _filler_id(config: ModelConfig) -> int:
     return config.pad_id if config.pad_id in config.eos_ids else config.eos_ids[0]
 
 
-def _confidence_without_ends(config, logits, token) -> jax.Array:
-    """Probability of `token` `[B, W]` where end tokens have none, float32.
-
-    The others share what end tokens had, at every temperature (published: at 0).
-    """
-    confidence = probability(_remove(logits, config.eos_ids), token)
-    # Not only by the above: nothing else may be left of a filtered distribution.
-    return jnp.where(_is_any(token, config.eos_ids), 0.0, confidence)
+def _confidence(settings, config, logits, token) -> jax.Array:
+    """Probability of `token` `[B, W]` under `logits` `[B, W, V]`, float32."""
+    if settings.confidence_eos_eot_inf:
+        # The others share what end tokens had, at every temperature (published: at 0).
+        logits = _remove(logits, config.eos_ids)
+    confidence = probability(logits, token)
+    if settings.confidence_eos_eot_inf:
+        # Not only by the above: nothing else may be left of a filtered distribution.
+        confidence = jnp.where(_is_any(token, config.eos_ids), 0.0, confidence)
+    return confidence
 
 
 def _quota(
