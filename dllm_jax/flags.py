@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import itertools
 import os
 import re
 import sys
@@ -134,7 +135,7 @@ def helped_decoder(argv: Sequence[str]) -> str | None:
     """The decoder on a command line, by which `--help` chooses what it lists."""
     values = [
         after if arg == "--decoder" else arg.removeprefix("--decoder=")
-        for arg, after in zip(argv, [*argv[1:], ""], strict=True)
+        for arg, after in itertools.pairwise([*argv, ""])
         if arg.partition("=")[0] == "--decoder"
     ]
     return values[-1] if values else None

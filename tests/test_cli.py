@@ -153,6 +153,16 @@ def test_help_has_groups(capsys):
     assert "--threshold" not in out
 
 
+def test_without_arguments_it_solves_a_sample_problem(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["decode"])
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    with open(os.devnull, encoding="utf-8") as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert main() == 0
+    out, err = capsys.readouterr()
+    assert "####" in out and "How many" in err
+
+
 def test_help_of_a_decoder_lists_its_own_settings(capsys):
     for argv in (["--decoder", "leap", "--help"], ["--help", "--decoder=leap"]):
         with pytest.raises(SystemExit) as caught:
