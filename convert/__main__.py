@@ -119,38 +119,38 @@ def _progress(
         yield lambda leaf, size: bar.update(task, advance=size, description=f"{leaf:20}")
 
 
-def _verify(directory: Path) -> None:
-    sidecar = verify_checkpoint(directory)
+def _verify(args: argparse.Namespace, console: Console) -> None:
+    sidecar = verify_checkpoint(args.directory)
     print(
-        f"{directory}: {sidecar.family}, {count_params(sidecar.config):,} parameters, "
+        f"{args.directory}: {sidecar.family}, {count_params(sidecar.config):,} parameters, "
         f"{sidecar.dtype}{'' if sidecar.quant == 'none' else ' and ' + sidecar.quant}, "
         "every checksum agrees"
     )
 
 
-def _export(directory: Path, destination: Path, console: Console) -> None:
-    sidecar = read_sidecar(directory)
+def _export(args: argparse.Namespace, console: Console) -> None:
+    sidecar = read_sidecar(args.directory)
     size = count_bytes(sidecar.config, DTYPES[sidecar.dtype])
     with _progress(console, "exporting", size) as advance:
-        export_checkpoint(directory, destination, advance)
-    print(f"{destination}: {sidecar.family} in {sidecar.dtype}, {size:,} bytes")
+        export_checkpoint(args.directory, args.destination, advance)
+    print(f"{args.destination}: {sidecar.family} in {sidecar.dtype}, {size:,} bytes")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+def make_parser(command: str = "") -> argparse.ArgumentParser:
+    """The command line of "verify", "export", or of a conversion."""
     parser = Parser(
-        prog="python -m convert",
-        description="Convert a Hugging Face checkpoint to Orbax, strictly and atomically; "
-        "`python -m convert verify DIR` checks a converted one, `python -m convert export "
-        "DIR DST` writes it in Hugging Face layout.",
+        prog=f"python -m convert {command}".strip(),
+        description=_ABOUT[command],
+        allow_abbrev=False,
     )
-    parser.add_argument("source", help="directory, hub id (org/name), `verify`, `export`")
-    parser.add_argument(
-        "destination",
-        type=Path,
-        help="new directory; of `verify` and `export` the converted one",
-    )
-    parser.add_argument("exported", type=Path, nargs="?", help="new directory of `export`")
+    if command:
+        parser.add_argument("directory", type=Path, help="a converted checkpoint")
+    else:
+        parser.add_argument("source", help="directory or hub id (org/name)")
+    if command != "verify":
+        parser.add_argument("destination", type=Path, help="new directory")
+    if command:
+        return parser
     parser.add_argument(
         "--quant",
         choices=("none", "int8"),
@@ -164,22 +164,26 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_ABOUT = {
+    "": "Convert a Hugging Face checkpoint to Orbax, strictly and atomically. "
+    "`python -m convert verify DIR` checks a converted one, `python -m convert export DIR "
+    "DST` writes it in Hugging Face layout.",
+    "verify": "Read a converted checkpoint back and compare every checksum.",
+    "export": "Write a converted checkpoint as its family publishes it.",
+}
+_RUN = {"": _convert, "verify": _verify, "export": _export}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = make_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # A directory of that name is a source.
+    command = argv[0] if argv and argv[0] in _RUN and not Path(argv[0]).is_dir() else ""
+    args = make_parser(command).parse_args(argv[bool(command) :])
     # A job that is told to end cleans up as an interrupted one does.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console = Console(stderr=True)
     try:
-        command = args.source if not Path(args.source).is_dir() else None
-        if command == "export" and args.exported is not None:
-            _export(args.destination, args.exported, console)
-        elif command == "export" or args.exported is not None:
-            raise CheckpointError("export takes two directories: export DIR DST.")
-        elif command == "verify":
-            _verify(args.destination)
-        else:
-            _convert(args, console)
+        _RUN[command](args, Console(stderr=True))
     except CheckpointError as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2

@@ -1694,6 +1694,21 @@ def test_verify_says_what_is_in_int8(tmp_path, success, capsys):
     says(capsys.readouterr().out, ("float32 and int8, every checksum",))
 
 
+@pytest.mark.parametrize(
+    ("argv", "takes", "not_that"),
+    [
+        (["--help"], "source destination", "directory destination"),
+        (["verify", "--help"], "] directory\n", "destination"),
+        (["export", "--help"], "directory destination", "--dtype"),
+    ],
+)
+def test_each_command_has_its_help(capsys, argv, takes, not_that):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and takes in out and not_that not in out
+
+
 def test_directory_called_verify(tmp_path, success, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Source("sdar").write(tmp_path / "verify")
@@ -1759,7 +1774,9 @@ def test_export_is_the_source_again(golden_dir, tmp_path, monkeypatch, family, c
     one, two = (read_sidecar(tmp_path / name) for name in ("orbax", "again"))
     assert one.checksums == two.checksums
     assert main(["export", str(tmp_path / "orbax"), str(out)]) == 2
-    assert main(["export", str(tmp_path / "orbax")]) == 2
+    with pytest.raises(SystemExit) as end:
+        main(["export", str(tmp_path / "orbax")])
+    assert end.value.code == 2
     assert main(["export", str(source), str(tmp_path / "other")]) == 2
 
 
