@@ -63,6 +63,17 @@ def test_from_left_to_right_both_are_the_same(models, temperature):
         np.testing.assert_allclose(commit, rescored, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["sdar", "llada"])
+def test_on_a_mesh(models, golden_dir, family):
+    more = {**_MORE, "stop_ids": [], "logprobs": "both"}
+    divided = load(str(golden_dir / family), dtype="float32", mesh="data=2,tensor=2")
+    outs = (generate(model, _PROMPTS, **more) for model in (models[family], divided))
+    for one, other in zip(*outs, strict=True):
+        assert one.tokens == other.tokens
+        for kind, values in one.logprobs.items():
+            np.testing.assert_allclose(other.logprobs[kind], values, atol=1e-4)
+
+
 def test_of_holes_only(models):
     """Given tokens have 0; a filled one is judged by all the others."""
     model, ids = models["llada"], [3, 141, 59, 26, 5, 35, 89, 79]
