@@ -164,8 +164,8 @@ def _decode_group(
         if request.stop:
             run.end_rows([slot for slot in held if run.has_stop(slot)])
         done = [slot for slot in held if run.seen.done[slot]]
-        for slot in done:
-            yield held.pop(slot), run.output(slot)
+        for slot, output in zip(done, run.outputs(done), strict=True):
+            yield held.pop(slot), output
         new = {slot: waiting.pop() for slot in done[: len(waiting)]}
         if new:
             run.refill({s: (row, line.number - 1) for s, (line, row) in new.items()})

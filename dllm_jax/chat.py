@@ -22,10 +22,9 @@ from dllm_jax.flags import (
     as_typed,
     check_draft_flags,
     given_settings,
-    helped_decoder,
     load_models,
+    parse,
     set_up_jax,
-    usual_names,
 )
 from dllm_jax.generate import stream_plan
 from dllm_jax.model import Model, load_config
@@ -209,9 +208,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    argv = usual_names(argv)
-    parser = make_parser(helped_decoder(argv))
-    args = parser.parse_args(argv)
+    parser, args = parse(make_parser, argv)
     try:
         _run(args)
     except ValueError as error:

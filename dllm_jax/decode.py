@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.table import Table
 
 from dllm_jax import plots, watch
-from dllm_jax.batch import decode_file, read_lines
+from dllm_jax.batch import Line, decode_file, read_lines
 from dllm_jax.flags import (
     ALL,
     Parser,
@@ -37,10 +37,9 @@ from dllm_jax.flags import (
     as_typed,
     check_draft_flags,
     given_settings,
-    helped_decoder,
     load_models,
+    parse,
     set_up_jax,
-    usual_names,
 )
 from dllm_jax.generate import run_plan, stream_plan, watch_plan
 from dllm_jax.model import DEMO_MODELS, Model, load_config
@@ -425,11 +424,11 @@ def _decode_file(
     args: argparse.Namespace,
     console: Console,
     request: Plan,
+    lines: Sequence[Line],
     model: Model,
     drafter: Model | None,
 ) -> int:
-    """Decodes --input into --output; returns the exit code."""
-    lines = read_lines(args.input, request, args.model)
+    """Decodes the lines of --input into --output; returns the exit code."""
     columns = (BarColumn(), MofNCompleteColumn(), "{task.fields[speed]}")
     columns += (TimeElapsedColumn(), TimeRemainingColumn())
     shows = console.is_terminal and not args.quiet and jax.process_index() == 0
@@ -478,12 +477,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.stream and (len(prompts) > 1 or args.json or args.infill):
         raise ValueError("stream=True needs one prompt, no --json and no --infill.")
     request = _make_plan(args, given_settings(args))
-    if args.input is not None:
-        read_lines(args.input, request, args.model)  # before weights are loaded
+    lines = []
+    if args.input is not None:  # before weights are loaded
+        lines = read_lines(args.input, request, args.model)
     set_up_jax(args)
     model, drafter = load_models(args, request, console)
     if args.input is not None:
-        return _decode_file(args, console, request, model, drafter)
+        return _decode_file(args, console, request, lines, model, drafter)
     streams = args.stream
     if streams is None and not args.infill:
         streams = sys.stdout.isatty() and len(prompts) == 1 and not args.json
@@ -526,9 +526,7 @@ def _leave(args: argparse.Namespace, error: Exception) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    argv = usual_names(argv)
-    parser = make_parser(helped_decoder(argv))
-    args = parser.parse_args(argv)
+    parser, args = parse(make_parser, argv)
     try:
         return _run(args)
     except (ValueError, jax.errors.JaxRuntimeError) as error:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,7 +45,16 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {close[0]}?" if close else ""
 
 
-def usual_names(argv: Sequence[str] | None) -> list[str]:
+def parse(
+    make_parser: Callable[[str | None], argparse.ArgumentParser], argv: Sequence[str] | None
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The parser, whose `--help` is that of the decoder on the command line, and flags."""
+    argv = _usual_names(argv)
+    parser = make_parser(_helped_decoder(argv))
+    return parser, parser.parse_args(argv)
+
+
+def _usual_names(argv: Sequence[str] | None) -> list[str]:
     """The arguments, with `-` for `_` in flags: other projects' names have underscores."""
     return [
         arg.partition("=")[0].replace("_", "-") + "".join(arg.partition("=")[1:])
@@ -131,7 +140,7 @@ def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
     return re.sub(r"\b(\w+)=(True|False)\b", typed, message)
 
 
-def helped_decoder(argv: Sequence[str]) -> str | None:
+def _helped_decoder(argv: Sequence[str]) -> str | None:
     """The decoder on a command line, by which `--help` chooses what it lists."""
     values = [
         after if arg == "--decoder" else arg.removeprefix("--decoder=")
@@ -270,6 +279,7 @@ def set_up_jax(args: argparse.Namespace) -> None:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter without a CUDA plugin
         line = next(iter(str(error).splitlines()), "jax has no such devices")
+        line = line.removesuffix(".")
         raise ValueError(f"device={args.device!r} is not there: {line}.") from None
     if args.compile_cache == "none":
         jax.config.update("jax_enable_compilation_cache", False)

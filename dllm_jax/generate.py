@@ -65,7 +65,7 @@ def run_plan(
                 run.end_rows([row for row in range(len(part)) if run.has_stop(row)])
         else:
             run.advance()
-        outputs += [run.output(row) for row in range(len(part))]
+        outputs += run.outputs(range(len(part)))
     return outputs
 
 
@@ -110,10 +110,11 @@ def generate(
       trace: whether each `Output.trace` tells, for every slot that was unmasked (those
         behind the end too): slot, token, text, forward, confidence, and the name of the
         decoder's rule that chose it.
-      logprobs: what each `Output.logprobs` has for every token, in nats: "commit", by the
-        distribution that the decoder took the token from, in the forward that unmasked it
-        (the log of `Output.confidence`); "rescored", by the finished text, as
-        `token_log_probs` (more forwards, which no count includes); "both"; None.
+      logprobs: what each `Output.logprobs` has for every token, in nats: "commit", of the
+        forward that unmasked it (the log of `Output.confidence`, which block decoders take
+        after the temperature, those of bidirectional models before it); "rescored", of the
+        finished text, as `token_log_probs` (more forwards, which no count includes);
+        "both"; None.
       **settings: the decoder's settings, by name or alias.
 
     Returns:
@@ -221,7 +222,7 @@ def stream_plan(
         piece = text.push(run.committed(0), final=ended)
         if piece:
             yield piece, None
-    yield "", run.output(0)
+    yield "", run.outputs([0])[0]
 
 
 def watch_plan(
@@ -239,7 +240,7 @@ def watch_plan(
         yield run.canvas(0), None
         ended = run.advance(one_step=True)
         ended |= bool(request.stop) and run.has_stop(0)
-    yield run.canvas(0), run.output(0)
+    yield run.canvas(0), run.outputs([0])[0]
 
 
 def stream(

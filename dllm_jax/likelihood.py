@@ -566,21 +566,17 @@ def _token_rows(
       prompt_length: as of `make_row`.
       scored: bool `[n]`.
     """
-    if config.attention == "bidirectional":  # each alone, among all the others
-        masks, block_length = (
-            (np.arange(len(ids)) == i for i in np.nonzero(scored)[0]),
-            None,
-        )
-    else:
-        masks, block_length = iter([scored]), 1
-    for masked in masks:
+    bidirectional = config.attention == "bidirectional"
+    slots = np.arange(len(ids))
+    alone = (slots == slot for slot in slots[scored])  # each among all the others
+    for masked in alone if bidirectional else [scored]:
         yield make_row(
             config,
             ids,
             masked,
             masked.astype(np.float64),
             prompt_length=prompt_length,
-            block_length=block_length,
+            block_length=None if bidirectional else 1,
         )
 
 
@@ -617,35 +613,46 @@ def token_log_probs(
     config = model.config
     _check_settings(config, 1, batch_size, None, 0.0, "random")
     pairs = _encode_pairs(model, prompts, targets, chat)
-
-    def rows_of(prompt: list[int], target: list[int]) -> Iterator[ScoredRow]:
-        ids, start = prompt + target, len(prompt)
-        return _token_rows(config, ids, start, np.arange(len(ids)) >= start)
-
-    rows = (row for pair in pairs for row in rows_of(*pair))
-    bidirectional = config.attention == "bidirectional"
-    counts = [len(target) if bidirectional else 1 for _, target in pairs]
-    scores = iter(score_rows(model, rows, batch_size=batch_size))
+    texts = []
+    for prompt, target in pairs:
+        ids = prompt + target
+        texts.append((ids, np.arange(len(ids)) >= len(prompt)))
+    values = rescore(model, texts, batch_size)
     return [
-        np.concatenate([next(scores) for _ in range(count)]).tolist() for count in counts
+        row[len(prompt) :].tolist() for row, (prompt, _) in zip(values, pairs, strict=True)
     ]
 
 
-def rescore(model: Model, ids: Sequence[int], scored: np.ndarray) -> np.ndarray:
-    """`token_log_probs` of some tokens of a finished text, whose ids are known to be good.
+def rescore(
+    model: Model, texts: Sequence[tuple[Sequence[int], np.ndarray]], batch_size: int = 8
+) -> list[np.ndarray]:
+    """`token_log_probs` of some tokens of finished texts, whose ids are known to be good.
 
     Args:
       model: from `load`.
-      ids: the text, n tokens without masks.
-      scored: bool `[n]`, which tokens.
+      texts: n token ids without masks, and bool `[n]`, which of them to score.
+      batch_size: most rows of a forward.
 
     Returns:
-      float64 `[n]`, nats; 0 where nothing is scored.
+      For each text float64 `[n]`, nats; 0 where nothing is scored.
     """
-    values = np.zeros(len(ids))
-    if scored.any():
-        start = int(np.argmax(scored))
-        rows = list(_token_rows(model.config, ids, start, scored))
-        size = min(8, 1 << (len(rows) - 1).bit_length())
-        values[scored] = np.concatenate(score_rows(model, rows, batch_size=size))
-    return values
+    bidirectional = model.config.attention == "bidirectional"
+    counts = [
+        int(scored.sum()) if bidirectional else int(scored.any()) for _, scored in texts
+    ]
+    rows = (
+        row
+        for (ids, scored), count in zip(texts, counts, strict=True)
+        if count
+        for row in _token_rows(model.config, ids, int(np.argmax(scored)), scored)
+    )
+    # No larger than need be: a forward's rows are filled up.
+    size = min(batch_size, 1 << max(sum(counts) - 1, 0).bit_length())
+    scores = iter(score_rows(model, rows, batch_size=size))
+    found = []
+    for (ids, scored), count in zip(texts, counts, strict=True):
+        values = np.zeros(len(ids))
+        if count:
+            values[scored] = np.concatenate([next(scores) for _ in range(count)])
+        found.append(values)
+    return found

@@ -318,8 +318,34 @@ class Run:
         speedup = alone / cost if cost else 1.0
         return {**report, "draft_cost": other / own, "expected_speedup": speedup}
 
-    def output(self, row: int) -> Output:
-        """The finished row."""
+    def outputs(self, rows: Sequence[int]) -> list[Output]:
+        """The finished rows; what is to be re-scored of them, in forwards of several."""
+        outs = [self._output(row) for row in rows]
+        asked = self._request.logprobs
+        found: list[dict[str, list[float]]] = [{} for _ in outs]
+        if asked in ("commit", "both"):
+            # JSON has no infinity: what is less than the smallest number counts as that.
+            least = np.finfo(np.float32).tiny
+            for values, out in zip(found, outs, strict=True):
+                confidence = np.array(out.confidence, np.float32)
+                values["commit"] = np.log(np.maximum(confidence, least)).tolist()
+        if asked in ("rescored", "both"):
+            texts = []
+            for row, out in zip(rows, outs, strict=True):
+                begin = self._rows[row].shown
+                filled = np.array(out.unmask_forward, np.int32) != UNDECIDED
+                ids = [*self._rows[row].ids[:begin], *out.tokens]
+                texts.append((ids, np.concatenate([np.zeros(begin, bool), filled])))
+            scores = rescore(self._model, texts)
+            for row, values, score in zip(rows, found, scores, strict=True):
+                values["rescored"] = score[self._rows[row].shown :].tolist()
+        return [
+            dataclasses.replace(out, logprobs=values or None)
+            for out, values in zip(outs, found, strict=True)
+        ]
+
+    def _output(self, row: int) -> Output:
+        """The finished row, without log-probabilities."""
         model, request = self._model, self._request
         tokens = self.committed(row)
         text = model.tokenizer.decode(tokens) if model.tokenizer else ""
@@ -366,25 +392,7 @@ class Run:
             confidence=confidence.tolist(),
             unmask_forward=unmask_forward.tolist(),
             trace=self._trace(row) if request.trace else None,
-            logprobs=self._logprobs(row, tokens, confidence, unmask_forward),
         )
-
-    def _logprobs(
-        self, row: int, tokens: list[int], confidence: np.ndarray, forward: np.ndarray
-    ) -> dict[str, list[float]] | None:
-        """Log-probabilities of a row's tokens, by when they were taken; JSON-ready."""
-        asked, found = self._request.logprobs, {}
-        if asked in ("commit", "both"):
-            # JSON has no infinity: what is less than the smallest number counts as that.
-            least = np.finfo(np.float32).tiny
-            found["commit"] = np.log(np.maximum(confidence, least)).tolist()
-        if asked in ("rescored", "both"):
-            begin = self._rows[row].shown
-            ids = [*self._rows[row].ids[:begin], *tokens]
-            scored = np.zeros(len(ids), bool)
-            scored[begin:] = forward != UNDECIDED
-            found["rescored"] = rescore(self._model, ids, scored)[begin:].tolist()
-        return found or None
 
     def _trace(self, row: int) -> list[dict[str, Any]]:
         """What was unmasked, in order of slots; JSON-ready."""

@@ -182,8 +182,8 @@ def test_grouped_products(sizes, quantised):
         given = quantize(given, -2)
         weight = np.asarray(dequantize(given, -2, np.float32))
     want = np.einsum("md,mdf->mf", rows[:inside], weight[1, group[:inside]])
-    others = map(jnp.asarray, (np.int32(1), np.array(sizes, np.int32), group))
-    others = tuple(others)
+    layer, counts = np.int32(1), np.array(sizes, np.int32)
+    others = tuple(map(jnp.asarray, (layer, counts, group)))
     for interpret in (None, True):
         got = grouped_matmul(jnp.asarray(rows), given, *others, interpret=interpret)
         assert got.shape == (count, 384)
